@@ -20,7 +20,8 @@ import v4_model
 from report import each_once
 
 # By whose attention it is. index: ours, and our indexer. groups: ours, drafts in groups. layer: ours, and our
-# ops around it. whole: layer and index. mla_fp8_engines: model.register, in every process.
+# ops around it. whole: layer and index. hisparse: ours, and our kernels of HiSparse. mla_fp8_engines:
+# model.register, in every process.
 VLLM_PLUGINS = {
     "stock": "mla_fp8_engines", "ours": "mla_fp8_engines,mla_fp8", "exact": "mla_fp8_engines,mla_fp8",
     "calls": "mla_fp8_engines,mla_fp8_flash_mla",
@@ -28,11 +29,13 @@ VLLM_PLUGINS = {
     "groups": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_query_groups",
     "layer": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_layer_ops",
     "whole": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_layer_ops,mla_fp8_index_topk",
+    "hisparse": "mla_fp8_engines,mla_fp8,mla_fp8_hisparse",
 }  # fmt: skip
 ACCURACY_LENGTHS = (3000, 4100, 5200, 6000, 200, 2500)
 CONTEXT, FIRST_STEPS, DECODE_STEPS = 4096, 16, 48
 FIRST_TOKEN_PROMPT, FIRST_TOKEN_RUNS = 64, 60
 V4_CACHE, GLM_CACHE = "dsv4", "glm52"
+HOST_GIB, HOT_GPU_BYTES = 2, 96 << 20  # HiSparse: the GPU has less than the rows of all prompts
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -53,6 +56,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--batches", type=int, nargs="*", default=[], help="time these instead of taking logprobs")
     p.add_argument("--first-token", action="store_true", help="time short prompts instead of taking logprobs")
     p.add_argument("--context", type=int, default=CONTEXT, help="tokens of a prompt that is timed")
+    p.add_argument("--hot-rows", type=int, default=0, help="HiSparse with a hot buffer of so many")
     p.add_argument("--new", type=int, default=48)
     p.add_argument("--turns", type=Path, help="folder: wait until --of engines are ready, then one at a time")
     p.add_argument("--of", type=int, default=1)
@@ -76,6 +80,13 @@ def options(args: argparse.Namespace, folder: str) -> dict:
         # Without it prompts of up to some thousand tokens go to dense attention, which is no sparse kernel's.
         "attention_config": {"sparse_mla_force_mqa": True},
     }  # fmt: skip
+    if args.hot_rows:
+        own["attention_config"]["hisparse_config"] = {"device_buffer_size": args.hot_rows}
+        own["kv_cache_memory_bytes"] = HOT_GPU_BYTES
+        own["kv_transfer_config"] = {
+            "kv_connector": "HiSparseConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"host_pool_gib": HOST_GIB},
+        }  # fmt: skip
     if not args.multiprocessing:
         own["async_scheduling"] = False
     if not args.eager:
@@ -127,7 +138,7 @@ def generate(llm, ids: list[dict], new: int, **sampling):
 def logprobs(llm, args: argparse.Namespace) -> dict:
     ids = prompts(ACCURACY_LENGTHS, seed=7)
     # Logprobs of a prompt are not computed for cached tokens, and not with speculation.
-    wanted = None if args.mtp or args.repeat_prompts else 1
+    wanted = None if args.mtp or args.repeat_prompts or args.hot_rows else 1
     begin = time.time()
     outputs = generate(llm, ids, args.new, logprobs=1, prompt_logprobs=wanted)
     if args.repeat_prompts:
@@ -145,6 +156,14 @@ def logprobs(llm, args: argparse.Namespace) -> dict:
             for o in outputs
         ]
     return result
+
+
+def rows_found_and_loaded(llm) -> list[int]:
+    """What vLLM's counters of HiSparse have, over all groups of layers."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    caches = [cache for x in layers.values() if (cache := getattr(x, "hisparse_cache", None)) is not None]
+    groups = {id(cache.runtime.index_group): cache.runtime.index_group for cache in caches}
+    return torch.stack([group.swap_stats.long() for group in groups.values()]).sum(0).tolist()
 
 
 @contextlib.contextmanager
@@ -261,6 +280,8 @@ def run(args: argparse.Namespace) -> dict:
             result["first_token_ms"] = first_token(llm, args)
     else:
         result |= logprobs(llm, args)
+        if args.hot_rows and not args.multiprocessing:
+            result["found_and_loaded"] = rows_found_and_loaded(llm)
     return result | {"calls": dict(calls), "layers": args.layers, "context": args.context}
 
 

@@ -57,6 +57,7 @@ SGLANG_V41, SGLANG_V41_ROWS = SGLANG | {"kv": "sglang_v41"}, SGLANG | {"kv": "sg
 SGLANG_V41_LEVELS = SGLANG | {"kv": "sglang_v41_levels"}
 SGLANG_V41_ROWS_PAGES = SGLANG | {"kv": "sglang_v41_rows_pages"}
 TWO = ("--tensor-parallel", "2")
+HOT = {"more": ("--hot-rows", "4096"), "label": "hot"}
 ALL_OF_A_STEP = ("stock", "ours", "layer", "whole")
 LONG = (
     "--layers", "6", "--seqs", "32", "--budget", "4096", "--context", "65536", "--batches", "8",
@@ -118,6 +119,10 @@ STEPS = {
         + sides(16, who=("ours",), more=("--multiprocessing",))
         + sides(16, 128, who=("calls",)),
     ),
+    "hisparse": Step(
+        "HiSparse by vLLM's kernels and ours, 128 heads, and all rows on the GPU: the same tokens",
+        sides(128, who=("ours",)) + sides(128, who=("ours", "hisparse"), **HOT),
+    ),
     "batch256": Step(
         "kernel times at 256 requests, 16 and 128 heads",
         sides(16, 128, more=(*SPEED[:-3], "8", "256"), label="speed256"),
@@ -167,6 +172,14 @@ STEPS = {
     "sglang_pages": Step(
         "SGLang: prompts over FP8 pages, 16 and 128 heads",
         sides(16, 128, **PAGES, who=ALL),
+    ),
+    "sglang_hisparse": Step(
+        "HiSparse by SGLang's kernels and ours, V3.2 and V4, and all rows on the GPU: the same tokens",
+        sides(128, **SGLANG, who=("ours",))
+        + sides(128, **SGLANG, who=("ours", "hisparse"), **HOT)
+        + sides(128, **SGLANG_V4, who=("ours",))
+        + sides(128, **SGLANG_V4, who=("ours", "hisparse"), **HOT),
+        320,
     ),
     "sglang_mtp": Step(
         "SGLang: speculation of 1 and 3 tokens, 16 heads; drafts as query groups",

@@ -107,7 +107,7 @@ def _engines(ran: dict[str, dict], shown: set[str]) -> str:
     return "\n".join(lines)
 
 
-ORDER = ("stock", "ours", "calls", "groups", "index", "layer", "whole", "exact")
+ORDER = ("stock", "ours", "calls", "groups", "index", "layer", "whole", "hisparse", "exact")
 
 
 def runs(ran: dict[str, dict]) -> dict[str, dict[str, dict]]:
@@ -227,6 +227,19 @@ def _wrong_with_indexer(name: str, result: dict) -> list[str]:
     return wrong
 
 
+def _wrong_with_hot_rows(name: str, result: dict, found: dict[str, dict]) -> list[str]:
+    """Tokens are those of the same engine with all rows on the GPU, and some rows were loaded."""
+    wrong, other = [], f"ours-{_without_options(name).partition('-')[2]}"
+    want = [token for one in found.get(other, {}).get("tokens", ()) for token in one]
+    got = [token for one in result.get("tokens", ()) for token in one]
+    same = sum(a == b for a, b in zip(got, want, strict=False))
+    if want and same < len(want):
+        wrong.append(f"{name}: {same} of {len(want)} tokens are those of {other}")
+    if not result.get("found_and_loaded", (0, 1))[1]:
+        wrong.append(f"{name}: no row was loaded")
+    return wrong
+
+
 def problems(found: dict[str, dict]) -> list[str]:
     wrong = []
     for name, result in found.items():
@@ -239,6 +252,8 @@ def problems(found: dict[str, dict]) -> list[str]:
             wrong.append(f"{name}: no prompt was cached")
         if name.startswith("groups-") and not calls(result, "in groups"):
             wrong.append(f"{name}: no drafts went as a group")
+        if name.endswith("-hot"):
+            wrong += _wrong_with_hot_rows(name, result, found)
         if "_v41_rows" in name and not calls(result, "rows of 288 bytes"):
             wrong.append(f"{name}: no rows of 288 bytes")
         if name.startswith(("index-", "whole-")):

@@ -8,6 +8,7 @@ indexer, caches and graphs are the same.
 
 import argparse
 import collections
+import json
 import logging
 import os
 import tempfile
@@ -26,6 +27,7 @@ SGLANG_PLUGINS = {
     "groups": "mla_fp8_engines,mla_fp8,mla_fp8_query_groups",
     "layer": "mla_fp8_engines,mla_fp8,mla_fp8_layer_ops",
     "index": "mla_fp8_engines,mla_fp8,mla_fp8_index_topk",
+    "hisparse": "mla_fp8_engines,mla_fp8,mla_fp8_hisparse",
 }  # fmt: skip
 # By model what prompts attend to: bf16 rows, FP8 pages.
 PREFILL_BACKENDS = {"sglang": "flashmla_sparse", "sglang_pages": "flashmla_kv"}  # V3.2
@@ -57,6 +59,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--batches", type=int, nargs="*", default=[], help="time these instead of taking logprobs")
     p.add_argument("--context", type=int, default=4096, help="tokens of a prompt that is timed")
+    p.add_argument("--hot-rows", type=int, default=0, help="HiSparse with a hot buffer of so many")
     p.add_argument("--new", type=int, default=48)
     p.add_argument("--turns", type=Path, help="folder: wait until --of engines are ready, then one at a time")
     p.add_argument("--of", type=int, default=1)
@@ -109,6 +112,9 @@ def server_arguments(args: argparse.Namespace, folder: Path) -> dict:
         own |= {"moe_runner_backend": "triton"}  # there are no experts: any that needs no package
         own |= {"swa_full_tokens_ratio": 1.0}  # a row of the window for every token: prompts stay cached
         own |= {"enable_decoder_swa_bounded_replay": False}
+    if args.hot_rows:
+        own |= {"enable_hisparse": True, "disable_radix_cache": True}
+        own["hisparse_config"] = json.dumps({"device_buffer_size": args.hot_rows})
     if not args.eager:
         own |= {"cuda_graph_bs_decode": [n for n in GRAPHS if n <= most]}
         own |= {"cuda_graph_bs_prefill": list(PREFILL_GRAPHS)}
@@ -136,13 +142,14 @@ def logprobs(args: argparse.Namespace, folder: Path) -> dict:
     result["logprobs"] = [[logprob for logprob, *_ in each["output_token_logprobs"]] for each in found]
     if any(len(each) != args.new for each in result["logprobs"]):
         raise RuntimeError(f"{[len(each) for each in result['logprobs']]} tokens, expected {args.new} each")
-    result |= logprobs_as_prompts(engine, ids, found)
+    result["tokens"] = [[token for _, token, *_ in each["output_token_logprobs"]] for each in found]
+    if not args.hot_rows:  # without cached prompts
+        result |= logprobs_as_prompts(engine, ids, result["tokens"])
     return result | {"calls": spies.saved_calls(Path(os.environ[CALLS]))}
 
 
-def logprobs_as_prompts(engine, ids: list[list[int]], found: list[dict]) -> dict:
+def logprobs_as_prompts(engine, ids: list[list[int]], tokens: list[list[int]]) -> dict:
     """The logprobs of what was generated, of a prompt that goes on with it and whose beginning is cached."""
-    tokens = [[token for _, token, *_ in each["output_token_logprobs"]] for each in found]
     outputs = engine.generate(
         input_ids=[a + b for a, b in zip(ids, tokens, strict=True)],
         sampling_params={"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},

@@ -13,10 +13,12 @@ import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import engine
 import pytest
 import torch
 import vllm
-from vllm.config.attention import HiSparseConfig
+from vllm.config.attention import AttentionConfig, HiSparseConfig
+from vllm.config.kv_transfer import KVTransferConfig, hisparse_host_pool_gib
 from vllm.v1.attention.backends.mla import flashmla_sparse, index_group
 from vllm.v1.hisparse import runtime
 
@@ -93,6 +95,16 @@ def test_vllm_passes_as_many_arguments_as_ours_take():
 def blocks_of(cache) -> torch.Tensor:
     """Of the host, [blocks, rows, width]."""
     return cache.runtime.host_cache.view(HOST_BLOCKS, BLOCK, -1)
+
+
+def test_the_step_on_a_gpu_asks_for_hisparse_as_vllm_reads_it():
+    args = engine.parse(["--out", "x", "--who", "hisparse", "--hot-rows", "4096"])
+    given = engine.options(args, "folder")
+    transfer = KVTransferConfig(**given["kv_transfer_config"])
+    assert transfer.has_connector("HiSparseConnector")
+    assert hisparse_host_pool_gib(transfer) == engine.HOST_GIB
+    config = AttentionConfig(**given["attention_config"])
+    assert config.hisparse_config.device_buffer_size == 4096
 
 
 class Server:

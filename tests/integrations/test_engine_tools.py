@@ -209,6 +209,24 @@ def test_an_indexer_that_is_not_ours_is_said(calls, problem, tools):
     assert report.problems(found) == ([] if problem is None else [f"index-16-fp8_ds_mla: {problem}"])
 
 
+@pytest.mark.parametrize(
+    "changed, problem",
+    [
+        ({}, None),
+        ({"tokens": [[5, 6], [7, 9]]}, "3 of 4 tokens are those of ours-128-fp8_ds_mla"),
+        ({"tokens": [[5, 6]]}, "2 of 4 tokens are those of ours-128-fp8_ds_mla"),
+        ({"found_and_loaded": [400, 0]}, "no row was loaded"),
+    ],
+)
+def test_tokens_that_a_hot_buffer_changes_are_said(changed, problem, tools):
+    import report  # noqa: PLC0415
+
+    run = FOUND["ours-16-fp8_ds_mla"] | {"tokens": [[5, 6], [7, 8]]}
+    name = "hisparse-128-fp8_ds_mla-hot"
+    found = {"ours-128-fp8_ds_mla": run, name: run | {"found_and_loaded": [300, 20]} | changed}
+    assert report.problems(found) == ([] if problem is None else [f"{name}: {problem}"])
+
+
 def test_drafts_that_went_alone_are_said(tools):
     import report  # noqa: PLC0415
     import spies  # noqa: PLC0415
