@@ -95,7 +95,8 @@ def decode_hot_rows(
     is_missing = _planned(hot_rows, miss_hot_rows, miss_counts, len(hot_cache) * hot_page_size)
     outs = q.new_empty((2, *q.shape[:2], HEAD_DIM_V))
     lses = q.new_empty(outs.shape[:3], dtype=torch.float32)
-    first, second = ({"out": outs[i], "lse": lses[i]} for i in range(2))
+    first: dict[str, Any] = {"out": outs[0], "lse": lses[0]}
+    second: dict[str, Any] = {"out": outs[1], "lse": lses[1]}
     sparse_decode(q, hot_cache, hot_rows.masked_fill(is_missing, -1), **rows, **extra, **first)
     if q.is_cuda:
         here.wait_stream(beside)
