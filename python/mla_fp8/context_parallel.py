@@ -22,6 +22,7 @@ _ALIGNMENT = 8  # bf16 of 16 bytes
 _PAGE = 256  # bytes that parts of the memory begin at multiples of
 _log = logging.getLogger(__name__)
 _said = set[str]()
+_last_streams: dict[int, torch.cuda.Stream] = {}  # of a GPU's last call
 # Its name before torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Attended = tuple[torch.Tensor, torch.Tensor]
@@ -37,8 +38,11 @@ class Exchange:
     attention and one behind it, over symmetric memory. Elsewhere collectives of the group do the same, and
     the log says so once.
 
-    All ranks make the same calls, with as many tokens, one call at a time. Calls can be captured in CUDA
-    graphs. A rank that waits longer than ``time_limit`` ends with a CUDA error.
+    All ranks make the same calls in the same order, with as many tokens. Calls can be captured in CUDA graphs.
+    A rank that waits longer than ``time_limit`` ends with a CUDA error.
+
+    Calls of a GPU run one after another: one on another stream waits for the last, also of another Exchange.
+    Graphs are not seen. A graph holds both halves of an :meth:`attend` or none, and no two run at once.
 
     Args:
         group: Of torch.distributed, with the ranks in the order of their heads. Making an Exchange is a
@@ -86,6 +90,7 @@ class Exchange:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._memory: dict[str, torch.Tensor] | None = None
+        self._merge_is_due = False
         why_not = self._map_memory() if symmetric else "symmetric=False"
         if why_not:
             self._memory = None
@@ -118,17 +123,29 @@ class Exchange:
 
         Raises:
             ValueError: For another shape or dtype.
+            RuntimeError: Between the two halves of another call.
         """
-        return self.merge(*decode(self.gather_queries(q)), attn_sink=attn_sink)
+        gathered = self.gather_queries(q)
+        try:
+            return self.merge(*decode(gathered), attn_sink=attn_sink)
+        finally:
+            self._merge_is_due = False  # also after an error: nobody wants the result
 
     def gather_queries(self, q: torch.Tensor) -> torch.Tensor:
-        """The first half of :meth:`attend`. What it returns is valid until :meth:`merge` returns."""
+        """The first half of :meth:`attend`. What it returns is valid until :meth:`merge` returns.
+
+        RuntimeError before the merge of the last one: its queries would be overwritten while others read them.
+        """
         self._check("q", q, (self.heads, self.head_dim_qk))
+        if self._merge_is_due:
+            raise RuntimeError("mla_fp8.Exchange: expected merge after gather_queries, got gather_queries")
+        self._merge_is_due = True
         if self._memory is None:
             gathered = q.new_empty((self.world_size, *q.shape))
             _all_gather(gathered.flatten(0, 1), q.contiguous(), group=self.group)
             return gathered.transpose(0, 1).flatten(1, 2)
         memory = self._memory
+        _follow_last_call(self.device)
         call_op("_gather_queries", q, **self._peers, queries=memory["queries"], flags=memory["query_flags"],
                 calls=memory["query_calls"])  # fmt: skip
         return memory["queries"][: len(q)]
@@ -142,11 +159,13 @@ class Exchange:
         rank's keys.
         """
         self._check("out", out, (self.num_heads, HEAD_DIM_V))
+        self._merge_is_due = False
         if self._memory is None:
             return self._merge_by_collectives(out, lse, attn_sink)
         memory = self._memory
         merged = out.new_empty((len(out), self.heads, HEAD_DIM_V))
         merged_lse = lse.new_empty((len(out), self.heads))
+        _follow_last_call(self.device)
         call_op("_exchange_states", out, lse, attn_sink=attn_sink, base=self.base, **self._peers,
                 outs=memory["outs"], lses=memory["lses"], flags=memory["state_flags"],
                 calls=memory["state_calls"], merged=merged, merged_lse=merged_lse)  # fmt: skip
@@ -223,6 +242,17 @@ class Exchange:
         }
         for name in ("query_calls", "state_calls"):
             self._memory[name] = torch.zeros(2, dtype=torch.int32, device=self.device)
+
+
+def _follow_last_call(device: torch.device) -> None:
+    """A call that waits holds every SM. What it waits for must not need one that another call holds."""
+    if device.type != "cuda" or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return
+    stream = torch.cuda.current_stream(device)
+    last = _last_streams.setdefault(stream.device_index, stream)
+    if last != stream:
+        stream.wait_stream(last)
+        _last_streams[stream.device_index] = stream
 
 
 def _say_once(sentence: str) -> None:

@@ -59,6 +59,9 @@ def test_queries_of_all_ranks_are_gathered(world_size, tokens, device, monkeypat
     q = torch.randn(world_size, tokens, HEADS, 576 + 8, device=device).bfloat16()[..., 8:]  # rows apart
     for rank, exchange in enumerate(ranks.all):
         exchange.gather_queries(q[rank])
+        with pytest.raises(RuntimeError, match="expected merge after gather_queries"):
+            exchange.gather_queries(q[rank])
+        assert exchange._memory["query_calls"].tolist() == [1, 0]
     want = q.transpose(0, 1).flatten(1, 2)
     for exchange in ranks.all:
         memory = exchange._memory
@@ -109,6 +112,22 @@ def test_a_row_of_no_keys_is_not_sent(device, monkeypatch):
     assert (memory["outs"][1, 0, 0] == 1).all() and memory["outs"][1, 0, 1].isnan().all()
     assert torch.equal(memory["lses"][1, 0, :2], lse[:, HEADS:])
     assert memory["lses"][0].isnan().all() and memory["lses"][1, 1].isnan().all()
+
+
+@pytest.mark.device(torch.cuda.is_available(), "streams of a GPU")
+def test_a_call_on_another_stream_waits_for_the_last_one(device, monkeypatch):
+    first, second = Ranks(monkeypatch, 1, device).all[0], Ranks(monkeypatch, 1, device).all[0]
+    q = torch.ones(1, HEADS, 576, device=device).bfloat16()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(50_000_000)
+        first.gather_queries(q)
+    with torch.cuda.stream(streams[1]):
+        second.gather_queries(q)
+        assert not streams[1].query()
+        streams[1].synchronize()
+    assert streams[0].query()
 
 
 @pytest.mark.parametrize(

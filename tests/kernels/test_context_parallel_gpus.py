@@ -80,6 +80,24 @@ def a_rank_is_late(rank: Rank) -> None:
         rank.check(5, late)
 
 
+def two_exchanges_on_two_streams(rank: Rank) -> None:
+    """The first call waits for a rank that is late. Ahead of it the second would hold the SMs that it needs."""
+    other = Exchange(dist.group.WORLD, MAX_TOKENS, HEADS)
+    exchanges, streams = (rank.exchange, other), [torch.cuda.Stream() for _ in range(2)]
+    _, out, lse = rank.inputs(128, 0)
+    want = rank.plain.merge(out, lse)
+    torch.cuda.synchronize()
+    for call in range(40):
+        got = []
+        for exchange, stream in zip(exchanges, streams, strict=True):
+            with torch.cuda.stream(stream):
+                if exchange is rank.exchange and rank.rank == call % rank.world_size:
+                    torch.cuda._sleep(2_000_000)
+                got.append(exchange.merge(out, lse))
+        torch.cuda.synchronize()
+        assert all(torch.equal(*pair) for result in got for pair in zip(result, want, strict=True))
+
+
 def nobody_waits_forever(rank: Rank) -> None:
     short = Exchange(dist.group.WORLD, MAX_TOKENS, HEADS, time_limit=1.0)
     if rank.rank == 0:
@@ -110,7 +128,13 @@ def run(rank: int, world_size: int, port: int, body, errors) -> None:
 @worlds
 @pytest.mark.parametrize(
     "body",
-    [equal_to_collectives, a_rank_is_late, replayed_graphs, nobody_waits_forever],
+    [
+        equal_to_collectives,
+        a_rank_is_late,
+        two_exchanges_on_two_streams,
+        replayed_graphs,
+        nobody_waits_forever,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_ranks(body, world_size):

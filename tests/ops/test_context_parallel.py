@@ -200,3 +200,24 @@ def test_what_does_not_fit_is_refused(alone):
         ValueError, match=r"out must be \[at most 4, 8, 512\] bfloat16, got \[4, 8, 512\] float32"
     ):
         exchange.merge(torch.zeros(4, 8, 512), torch.zeros(4, 8))
+
+
+def test_queries_are_gathered_once_for_a_merge(alone):
+    """A second time their memory would be overwritten while another rank attends."""
+    step, exchange = Step(), Exchange(alone, 8, HEADS, device="cpu")
+    again = pytest.raises(RuntimeError, match="expected merge after gather_queries, got gather_queries")
+    q = exchange.gather_queries(step.q)
+    with again:
+        exchange.gather_queries(step.q)
+    with again:
+        exchange.attend(step.q, lambda q: step.of_rank(1, 0, 1, q))
+    with again:
+        exchange.gather_queries(step.q)
+    exchange.merge(*step.of_rank(1, 0, 1, q))
+    exchange.merge(*step.of_rank(1, 0, 1, q))  # of queries that every rank has
+    with pytest.raises(ZeroDivisionError):
+        exchange.attend(step.q, lambda q: 1 // 0)
+    with pytest.raises(ValueError, match="out must be"):
+        exchange.attend(step.q, lambda q: (q, q))
+    got = exchange.attend(step.q, lambda q: step.of_rank(1, 0, 1, q))
+    assert all(map(torch.equal, got, step.whole()))
