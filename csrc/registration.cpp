@@ -357,7 +357,8 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
       "int rank, float time_limit, Tensor(a!) outs, Tensor(b!) lses, Tensor(c!) flags, Tensor(d!) calls, "
       "Tensor(e!) merged, Tensor(f!) merged_lse",
       "()")
-  DEF_WITH_OUT(merge_topk, "Tensor scores, Tensor positions, *, SymInt topk, int? rank=None",
+  DEF_WITH_OUT(merge_topk,
+               "Tensor scores, Tensor positions, *, SymInt topk, int? rank=None, int? interleave=None",
                "(Tensor positions, Tensor lens)", "Tensor(a!) out_positions, Tensor(b!) out_lens")
 }
 

@@ -253,9 +253,9 @@ TwoTensors topk_to_slots(MLA_TOPK_TO_SLOTS_ARGUMENTS);
 void topk_to_slots_out(MLA_TOPK_TO_SLOTS_ARGUMENTS, Tensor out_slots, Tensor out_lens);
 
 TwoTensors merge_topk(const Tensor& scores, const Tensor& positions, int64_t topk,
-                      std::optional<int64_t> rank);
+                      std::optional<int64_t> rank, std::optional<int64_t> interleave);
 void merge_topk_out(const Tensor& scores, const Tensor& positions, int64_t topk, std::optional<int64_t> rank,
-                    Tensor out_positions, Tensor out_lens);
+                    std::optional<int64_t> interleave, Tensor out_positions, Tensor out_lens);
 
 #define MLA_RESOLVE_HOT_ROWS_ARGUMENTS                                                                       \
   const Tensor &entries, Tensor hot_entries, Tensor hot_order, const OptionalTensor &host_page_table,        \

@@ -7,7 +7,7 @@ namespace mla_fp8 {
 namespace {
 
 MergeTopkParams checked_inputs(const Check& check, const Tensor& scores, const Tensor& positions,
-                               int64_t topk, std::optional<int64_t> rank) {
+                               int64_t topk, std::optional<int64_t> rank, std::optional<int64_t> interleave) {
   const Arg s = check(scores, "scores"), p = check(positions, "positions");
   s.dtype({ScalarType::Float}).shape({-1, -1, -1}).last_dim_contiguous();
   const int64_t lists = s.size(0), rows = s.size(1), per_list = s.size(2);
@@ -21,6 +21,13 @@ MergeTopkParams checked_inputs(const Check& check, const Tensor& scores, const T
              per_list);
   check.within(topk, "topk", 1, kMaxIndexTopk);
   if (rank) check.within(*rank, "rank", 0, lists - 1);
+  int interleave_bits = interleave ? 0 : -1;
+  if (interleave) {
+    constexpr int kMaxBits = 16;
+    while (interleave_bits < kMaxBits && int64_t{1} << interleave_bits < *interleave) ++interleave_bits;
+    check.that(*interleave == int64_t{1} << interleave_bits,
+               "interleave must be a power of two of at most 65536, got ", *interleave);
+  }
   return {
       .num_lists = lists,
       .num_rows = rows,
@@ -33,6 +40,7 @@ MergeTopkParams checked_inputs(const Check& check, const Tensor& scores, const T
       .positions_stride_list = rank ? 0 : p.stride(0),
       .positions_stride_row = p.stride(rank ? 0 : 1),
       .own = rank.value_or(-1),
+      .interleave_bits = interleave_bits,
   };
 }
 
@@ -47,8 +55,9 @@ void run(MergeTopkParams params, Tensor out_positions, Tensor out_lens) {
 }  // namespace
 
 TwoTensors merge_topk(const Tensor& scores, const Tensor& positions, int64_t topk,
-                      std::optional<int64_t> rank) {
-  const MergeTopkParams params = checked_inputs(Check("merge_topk"), scores, positions, topk, rank);
+                      std::optional<int64_t> rank, std::optional<int64_t> interleave) {
+  const MergeTopkParams params =
+      checked_inputs(Check("merge_topk"), scores, positions, topk, rank, interleave);
   Tensor out_positions = new_empty(scores, {params.num_rows, topk}, ScalarType::Int);
   Tensor out_lens = new_empty(scores, {params.num_rows}, ScalarType::Int);
   run(params, out_positions, out_lens);
@@ -56,9 +65,9 @@ TwoTensors merge_topk(const Tensor& scores, const Tensor& positions, int64_t top
 }
 
 void merge_topk_out(const Tensor& scores, const Tensor& positions, int64_t topk, std::optional<int64_t> rank,
-                    Tensor out_positions, Tensor out_lens) {
+                    std::optional<int64_t> interleave, Tensor out_positions, Tensor out_lens) {
   const Check check("merge_topk");
-  const MergeTopkParams params = checked_inputs(check, scores, positions, topk, rank);
+  const MergeTopkParams params = checked_inputs(check, scores, positions, topk, rank, interleave);
   check(out_positions, "out_positions")
       .same_device_as(scores, "scores")
       .dtype({ScalarType::Int})

@@ -266,12 +266,20 @@ def chosen_tokens(
     return tokens, out_lens, request
 
 
+def of_ranks(positions: Tensor, ranks: int, rank: int | None, interleave: int) -> Tensor:
+    """Positions of a request, int64, that each rank has numbered for itself."""
+    owner = torch.arange(ranks, device=positions.device).view(-1, 1, 1) if rank is None else rank
+    of_request = (positions.long() // interleave * ranks + owner) * interleave + positions % interleave
+    return torch.where((positions < 0) | (of_request >= 1 << 31), -1, of_request)
+
+
 def merge_topk(
-    scores: Tensor, positions: Tensor, *, topk: int, rank: int | None = None
+    scores: Tensor, positions: Tensor, *, topk: int, rank: int | None = None, interleave: int | None = None
 ) -> tuple[Tensor, Tensor]:
+    positions = positions.long() if interleave is None else of_ranks(positions, len(scores), rank, interleave)
     per_rank, flat = scores.shape[2], scores.transpose(0, 1).flatten(1).double()
     if rank is None:
-        columns = positions.transpose(0, 1).flatten(1).long()
+        columns = positions.transpose(0, 1).flatten(1)
     else:
         columns = torch.where(flat == -torch.inf, -1, torch.arange(flat.shape[1], device=flat.device))
     order = columns.sort(dim=1, stable=True).indices
@@ -279,7 +287,7 @@ def merge_topk(
         order = order.gather(1, key.gather(1, order).sort(dim=1, stable=True).indices)
     chosen = columns.gather(1, order[:, :topk])
     if rank is not None:
-        answers = pad(positions.long(), (rank * per_rank, flat.shape[1] - (rank + 1) * per_rank), value=-1)
+        answers = pad(positions, (rank * per_rank, flat.shape[1] - (rank + 1) * per_rank), value=-1)
         chosen = torch.where(chosen < 0, -1, answers.gather(1, chosen.clamp_min(0)))
     chosen = pad(chosen, (0, topk - chosen.shape[1]), value=-1)
     lens = (chosen >= 0).sum(1, dtype=torch.int32)

@@ -332,12 +332,16 @@ def merge_topk(r: Random) -> Call:
     values = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.5, -2.0, 3e38], dtype=np.float32)
     scores = values[r.rng.integers(len(values), size=(ranks, rows, k))]
     positions = r.rng.integers(-20, 60 if r.often() else INT_MAX, size=(ranks, rows, k))
+    interleave = r.pick(None, 1, 4, 1 << 16)
     want, want_lens = np.full((rows, topk), -1), [0] * rows
     for row in range(rows):
         found = []  # what comes first is the smallest
         for rank in range(ranks):
             for i in range(k):
                 score, position = float(scores[rank, row, i]), int(positions[rank, row, i])
+                if interleave is not None and position >= 0:
+                    position += (position // interleave * (ranks - 1) + rank) * interleave
+                    position = position if position <= INT_MAX else -1
                 if (score == -np.inf) if own is not None else (position < 0):
                     continue
                 place = position if own is None else rank * k + i
@@ -348,7 +352,7 @@ def merge_topk(r: Random) -> Call:
     given = positions if own is None else positions[own]
     arguments = {
         "scores": tensor(scores), "positions": int32(given.tolist()).view(given.shape), "topk": topk,
-        "rank": None if own is None else int(own),
+        "rank": None if own is None else int(own), "interleave": interleave,
     }  # fmt: skip
 
     def check(results: tuple[Tensor, ...]) -> None:

@@ -42,6 +42,16 @@ def test_the_best_of_all_ranks(ranks, topk, levels, device):
         check(scores, positions[rank], topk=topk, rank=rank)
 
 
+@pytest.mark.parametrize("interleave", [1, 4, 1 << 16])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_ranks_number_their_own_entries(ranks, interleave, device):
+    scores, positions = lists(device, ranks)
+    positions[0, 0, 0] = (1 << 31) - 1  # beyond int32 if there are several ranks
+    check(scores, positions, topk=40, interleave=interleave)
+    for rank in range(ranks):
+        check(scores, positions[rank], topk=40, rank=rank, interleave=interleave)
+
+
 @pytest.mark.parametrize("k, topk", [(512, 512), (2048, 2048), (4096, 4096), (3000, 1023)])
 def test_long_lists(k, topk, device):
     check(*lists(device, 2, 2, k), topk=topk)
@@ -101,11 +111,12 @@ def test_ranks_that_index_their_own_entries_choose_what_one_rank_chooses(world_s
             out_positions=positions, out_slots=positions.clone(), out_lens=lens, out_scores=scores,
             workspace=torch.empty(bytes_of, dtype=torch.uint8, device=device),
         )  # fmt: skip
-        return scores, torch.where(positions < 0, -1, own[positions.clamp_min(0).long()]).int()
+        return scores, positions
 
     want, parts = choose(number)[1], [choose(number[owner == r]) for r in range(world_size)]
     scores, positions = map(torch.stack, zip(*parts, strict=True))
-    assert torch.equal(mla_fp8.merge_topk(scores, positions, topk=topk)[0], want)
+    got, lens = mla_fp8.merge_topk(scores, positions, topk=topk, interleave=interleave)
+    assert torch.equal(got, want) and (lens == topk).all()
 
 
 def test_strides_and_buffers_of_the_caller(device):
@@ -152,6 +163,9 @@ def test_no_rows_and_no_candidates(device):
         ({"rank": 1}, "positions must have shape [3, 4], got [2, 3, 4]"),
         ({"rank": 2, "positions": torch.zeros(3, 4).int()}, "rank must be in [0, 1], got 2"),
         ({"topk": 4097}, "topk must be in [1, 4096], got 4097"),
+        ({"interleave": 0}, "interleave must be a power of two of at most 65536, got 0"),
+        ({"interleave": 3}, "interleave must be a power of two of at most 65536, got 3"),
+        ({"interleave": 1 << 17}, "interleave must be a power of two of at most 65536, got 131072"),
         ({"topk": 0}, "topk must be in [1, 4096], got 0"),
         ({"scores": torch.zeros(2, 1, 4097), "positions": torch.zeros(2, 1, 4097).int()},
          "scores must have at most 4096 columns, got 4097"),

@@ -13,6 +13,7 @@ def merge_topk(
     *,
     topk: int,
     rank: int | None = None,
+    interleave: int | None = None,
     out_positions: torch.Tensor | None = None,
     out_lens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,6 +32,8 @@ def merge_topk(
             [num_rows, k]: positions, slots or anything else of this rank's own candidates.
         topk: 1 to 4096.
         rank: This rank, where ``positions`` are its own.
+        interleave: Neighbours that one rank owns, as in :func:`topk_to_slots`, a power of two. Then each rank
+            has numbered its own entries alone, from 0, and results are positions of the request.
         out_positions: [num_rows, topk] int32, any row stride; with ``out_lens``.
         out_lens: [num_rows] int32.
 
@@ -42,7 +45,7 @@ def merge_topk(
             other.
     """
     refuse_gradients("merge_topk", scores=scores)
-    options = {"topk": topk, "rank": rank}
+    options = {"topk": topk, "rank": rank, "interleave": interleave}
     if not all_given("merge_topk", out_positions=out_positions, out_lens=out_lens):
         return call_op("merge_topk", scores, positions, **options)  # type: ignore[no-any-return]
     call_op("merge_topk_out", scores, positions, **options, out_positions=out_positions, out_lens=out_lens)
@@ -52,7 +55,12 @@ def merge_topk(
 
 @fake("merge_topk")
 def _(
-    scores: torch.Tensor, positions: torch.Tensor, *, topk: int, rank: int | None = None
+    scores: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    topk: int,
+    rank: int | None = None,
+    interleave: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = scores.shape[1]
     return positions.new_empty((rows, topk)), positions.new_empty((rows,))
