@@ -38,8 +38,8 @@ class Exchange:
     attention and one behind it, over symmetric memory. Elsewhere collectives of the group do the same, and
     the log says so once.
 
-    All ranks make the same calls in the same order, with as many tokens. Calls can be captured in CUDA graphs.
-    A rank that waits longer than ``time_limit`` ends with a CUDA error.
+    All ranks make the same calls in the same order, with as many tokens. Calls can be captured in CUDA
+    graphs. A rank that waits longer than ``time_limit`` ends with a CUDA error.
 
     Calls of a GPU run one after another: one on another stream waits for the last, also of another Exchange.
     Graphs are not seen. A graph holds both halves of an :meth:`attend` or none, and no two run at once.
@@ -91,7 +91,7 @@ class Exchange:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._memory: dict[str, torch.Tensor] | None = None
         self._merge_is_due = False
-        why_not = self._map_memory() if symmetric else "symmetric=False"
+        why_not = self._map_memory() if symmetric else ""
         if why_not:
             self._memory = None
             _say_once(f"context parallelism exchanges by collectives: {why_not}")
@@ -134,7 +134,7 @@ class Exchange:
     def gather_queries(self, q: torch.Tensor) -> torch.Tensor:
         """The first half of :meth:`attend`. What it returns is valid until :meth:`merge` returns.
 
-        RuntimeError before the merge of the last one: its queries would be overwritten while others read them.
+        RuntimeError before the merge of the last one, whose queries others may still read.
         """
         self._check("q", q, (self.heads, self.head_dim_qk))
         if self._merge_is_due:

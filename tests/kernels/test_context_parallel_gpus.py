@@ -81,7 +81,7 @@ def a_rank_is_late(rank: Rank) -> None:
 
 
 def two_exchanges_on_two_streams(rank: Rank) -> None:
-    """The first call waits for a rank that is late. Ahead of it the second would hold the SMs that it needs."""
+    """A rank is late to the first call: the second, ahead of it, would hold the SMs that the first needs."""
     other = Exchange(dist.group.WORLD, MAX_TOKENS, HEADS)
     exchanges, streams = (rank.exchange, other), [torch.cuda.Stream() for _ in range(2)]
     _, out, lse = rank.inputs(128, 0)

@@ -71,6 +71,67 @@ def test_partial_results_of_ranks_add_up_to_that_of_one(world_size, interleave, 
     close(got, step.whole(attn_sink=step.sink if has_sink else None))
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_ranks_that_choose_among_their_own_keys_attend_as_one_rank_does(seed):
+    """Requests of any lengths, some of no rank's, one token's, or at most topk: they need no merge."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(*values):
+        return values[int(torch.randint(len(values), (), generator=generator))]
+
+    world_size, interleave, topk = pick(2, 3, 4, 8), pick(1, 4, 16), pick(8, 32)
+    lens = torch.tensor([pick(0, 1, topk - 1, topk, topk + 1, 90, 200) for _ in range(4)])
+    q = torch.randn(len(lens), HEADS, 576, generator=generator).bfloat16()
+    latent = torch.randn(len(lens), 200, 512, generator=generator).bfloat16()
+    rope = torch.randn(len(lens), 200, 64, generator=generator).bfloat16()
+    scores = torch.randint(9, (len(lens), 200), generator=generator) / 2  # ties
+    number = torch.arange(200)
+
+    def choose(own):
+        """The best of each request's ``own`` positions, numbered from 0, and their scores."""
+        counts = (own[None] < lens[:, None]).sum(1)
+        found = scores[:, own].masked_fill(torch.arange(len(own)) >= counts[:, None], -math.inf)
+        found = torch.nn.functional.pad(found, (0, max(topk - len(own), 0)), value=-math.inf)
+        best = found.sort(dim=1, descending=True, stable=True)
+        positions = best.indices[:, :topk].int().where(best.values[:, :topk] > -math.inf, -1)
+        return best.values[:, :topk].contiguous(), positions.contiguous()
+
+    def attend(own, slots, lens):
+        pages = -(-max(len(own), 1) // PAGE)
+        cache = LAYOUT.empty(len(lens) * pages, PAGE, "cpu")
+        at = torch.arange(len(lens))[:, None] * pages * PAGE + torch.arange(len(own))
+        rows = latent[:, own].flatten(0, 1), at.flatten(), cache
+        mla_fp8.quantize_kv(*rows, rope=rope[:, own].flatten(0, 1), layout=LAYOUT, page_size=PAGE)
+        return mla_fp8.sparse_decode(q, cache, slots, topk_length=lens, backend="native", **OPTIONS)
+
+    def table(own):
+        pages = -(-max(len(own), 1) // PAGE)
+        return torch.arange(len(lens) * pages, dtype=torch.int32).view(len(lens), pages)
+
+    want = choose(number)[1]
+    want = want.where(want >= 0, 1 << 30).sort(1).values
+    want = want.where(want < 1 << 30, -1)
+    whole = attend(number, *mla_fp8.topk_to_slots(want, table(number), page_size=PAGE))
+    owned = [number[number // interleave % world_size == r] for r in range(world_size)]
+    found, positions = map(torch.stack, zip(*map(choose, owned), strict=True))
+    chosen, counts = mla_fp8.merge_topk(found, positions, topk=topk, interleave=interleave)
+    assert torch.equal(chosen, want)
+    assert torch.equal(counts, lens.clamp_max(topk).int())
+    every = torch.where(number[:topk] < lens[:, None], number[:topk], -1).int()
+    short = lens <= topk
+    assert torch.equal(chosen[short], every[short])  # nobody has to ask the others
+    parts = []
+    for rank, own in enumerate(owned):
+        ranks = {"world_size": world_size, "rank": rank, "interleave": interleave}
+        parts.append(attend(own, *mla_fp8.topk_to_slots(chosen, table(own), page_size=PAGE, **ranks)))
+    outs, lses = map(torch.stack, zip(*parts, strict=True))
+    got = mla_fp8.merge_partial_states(outs, lses)
+    close(got, whole)
+    assert (got[0][lens == 0] == 0).all() and (got[1][lens == 0] == -math.inf).all()
+    one = (lses[:, :, 0] > -math.inf).sum(0) == 1  # a rank that has all keys leaves its bits
+    assert all(torch.equal(x[one], y[one]) for x, y in zip(got, whole, strict=True))
+
+
 def test_a_rank_that_has_all_keys_of_a_token_leaves_its_bits():
     step = Step()
     parts = [step.of_rank(8, r, 64) for r in range(8)]
