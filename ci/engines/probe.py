@@ -90,7 +90,9 @@ def pins_are_the_engines(name: str) -> bool:
 
 def files(name: str, version: str) -> list[str]:
     """The tests of a version: the last ones know the newest one's source alone."""
-    of_newest = [f"test_{what}_in_{name}.py" for what in ("layer", "same_bits", "hisparse")]
+    of_newest = [
+        f"test_{what}_in_{name}.py" for what in ("layer", "same_bits", "hisparse", "context_parallel")
+    ]
     return [
         f"test_in_{name}.py",
         f"test_index_in_{name}.py",

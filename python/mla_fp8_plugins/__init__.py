@@ -86,10 +86,16 @@ vllm_query_groups = _entry_point(named_in_vllm, "mla_fp8_query_groups", "vllm", 
 vllm_layer_ops = _entry_point(named_in_vllm, "mla_fp8_layer_ops", "layer_ops", "register_vllm")
 vllm_index_topk = _entry_point(named_in_vllm, "mla_fp8_index_topk", "vllm_indexer", "register")
 vllm_hisparse = _entry_point(named_in_vllm, "mla_fp8_hisparse", "hisparse", "register_vllm")
+vllm_context_parallel = _entry_point(
+    named_in_vllm, "mla_fp8_context_parallel", "vllm_context_parallel", "register"
+)
 
 sglang = _entry_point(named_in_sglang, "mla_fp8", "sglang", "register")
 sglang_query_groups = _entry_point(named_in_sglang, "mla_fp8_query_groups", "sglang", "register_query_groups")
 sglang_layer_ops = _entry_point(named_in_sglang, "mla_fp8_layer_ops", "layer_ops", "register_sglang")
 sglang_index_topk = _entry_point(named_in_sglang, "mla_fp8_index_topk", "sglang_indexer", "register")
 sglang_hisparse = _entry_point(named_in_sglang, "mla_fp8_hisparse", "hisparse", "register_sglang")
+sglang_context_parallel = _entry_point(
+    named_in_sglang, "mla_fp8_context_parallel", "sglang_context_parallel", "register"
+)
 sglang_v41_rows = _entry_point(named_in_sglang, "mla_fp8_v41_rows", "sglang_v41_rows", "register")

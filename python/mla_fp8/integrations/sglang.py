@@ -18,7 +18,7 @@ from mla_fp8_plugins import UNUSED, named_in_sglang
 from .. import probes
 from ..compat import sglang as ours
 from ..layout import KV_LAYOUTS
-from . import attend, drafts, flash_mla_calls, sglang_indexer, sglang_same_bits
+from . import attend, drafts, flash_mla_calls, sglang_context_parallel, sglang_indexer, sglang_same_bits
 from .log import say_once
 
 _LOGGER = logging.getLogger("sglang.mla_fp8")
@@ -61,8 +61,17 @@ def _forward_flashmla_sparse(
     sm_scale: float,
     topk_length: Tensor | None = None,
     attn_sink: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """V3.2 over bf16 rows: heads as they are."""
+    if sglang_context_parallel.serves(self):
+        if self.dsa_kv_cache_store_fp8 or attn_sink is not None:
+            raise ValueError(
+                "mla_fp8: expected --dsa-prefill-backend flashmla_kv over FP8 pages with decode context "
+                "parallelism, and no sinks: flashmla_sparse would gather rows that other ranks have"
+            )
+        slots, lens = sglang_context_parallel.slots_of_rank(self, page_table_1)
+        of_rank = attend.over_rows(q_all, kv_cache[:, 0], slots, sm_scale=sm_scale, topk_length=lens)
+        return sglang_context_parallel.in_base_2(*of_rank)
     if topk_length is not None and len(topk_length) != len(q_all):
         topk_length = None  # of other rows
     is_prompt = len(q_all) >= _PROMPT_ROWS and q_all.shape[1] <= _PROMPT_HEADS
@@ -82,7 +91,7 @@ def _forward_flashmla_kv(
     layer: Any,
     metadata: Any,
     page_table_1: Tensor,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """V3.2 over its FP8 pages: heads as they are, lengths as the metadata has them."""
     layout = _V32_ROWS.get(self.flashmla_kv_format)
     if not self.dsa_kv_cache_store_fp8 or layout is None or self.kv_cache_dim != layout.bytes_per_token:
@@ -93,7 +102,10 @@ def _forward_flashmla_kv(
     if drafts.switched_on():
         queries = drafts.queries(len(q), len(metadata.cache_seqlens_int32), _drafts_of(self))
         group = drafts.Group(queries)
-    out, _ = attend.over_pages(
+    of_ranks = sglang_context_parallel.serves(self)
+    if of_ranks:
+        page_table_1, lengths = sglang_context_parallel.slots_of_rank(self, page_table_1)
+    out, lse = attend.over_pages(
         q,
         kv_cache.view(-1, self.physical_page_size, 1, self.kv_cache_dim),
         page_table_1,
@@ -103,7 +115,7 @@ def _forward_flashmla_kv(
         topk_length=lengths if len(lengths) == len(q) else None,
         group=group,
     )
-    return out[:, None]
+    return sglang_context_parallel.in_base_2(out, lse) if of_ranks else out[:, None]
 
 
 def _kernel_num_heads(original: Callable[..., int], self: Any, num_tokens: int) -> int:

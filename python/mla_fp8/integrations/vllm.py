@@ -10,6 +10,7 @@ Entry points of the group ``vllm.general_plugins``, which mla_fp8_plugins loads:
 ``mla_fp8_query_groups`` lets the drafts of a request share keys in the calls of the former two (drafts.py).
                        Off unless VLLM_PLUGINS names it.
 ``mla_fp8_index_topk`` takes over the indexer's logits and top-k (vllm_indexer.py). As the former.
+``mla_fp8_context_parallel`` serves decode context parallelism (vllm_context_parallel.py). As the former.
 ``mla_fp8_layer_ops``  takes over ops around attention (layer_ops.py). As the former.
 
 Tested with vLLM 0.30 to 0.33. What we build on is probed; an engine without it is refused with the reason.

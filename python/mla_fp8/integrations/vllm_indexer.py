@@ -13,6 +13,8 @@ keys of a chunk        vLLM's gather, of which each row sees cu_seqlen_ks to cu_
 lengths                vLLM's on the device, one of a row or one of a request; 0 for rows that pad a graph
 positions              within the request, ascending, then -1, into vLLM's buffer; of decode their slots
                        besides (vllm_slots.py). Of others attention makes slots, as of vLLM's
+of ranks               with vllm_context_parallel.py: each rank chooses among its own keys; then an all-gather
+                       of logits and positions, and merge_topk
 memory                 of vLLM's workspace where a graph may be captured: decode
 V4.1's blocks          vLLM's buffer of them, a list of each row: what layer 20 published
 =====================  ======================================================================================
@@ -35,7 +37,7 @@ from .. import probes
 from .._index_buffers import counters
 from ..index_layout import INDEX_DIM, INDEX_LAYOUTS, IndexLayout
 from ..ops.index_topk import index_topk_workspace
-from . import vllm_slots
+from . import vllm_context_parallel, vllm_slots
 from .flash_mla_calls import around, take_over
 from .log import say_once
 from .vllm_logits import Level, Logits
@@ -75,7 +77,7 @@ def fp8_fp4_paged_mqa_logits(
         return _vllms(original, reason)
     table = block_tables[:requests]
 
-    def choose(out: Tensor, topk: int, level: Level | None) -> None:
+    def choose(out: Tensor, topk: int, level: Level | None, scores: Tensor | None) -> None:
         lens = context_lens.flatten()
         _choose(
             "index_topk",
@@ -91,7 +93,8 @@ def fp8_fp4_paged_mqa_logits(
             topk,
             level,
             width=table.shape[1] * kv_cache.shape[1],
-            slots=vllm_slots.room(out, block_tables, kv_cache.shape[1]),
+            slots=None if scores is not None else vllm_slots.room(out, block_tables, kv_cache.shape[1]),
+            scores=scores,
             captured=True,
         )
 
@@ -116,7 +119,7 @@ def fp8_fp4_mqa_logits(
     if reason:
         return _vllms(original, reason)
 
-    def choose(out: Tensor, topk: int, level: Level | None) -> None:
+    def choose(out: Tensor, topk: int, level: Level | None, scores: Tensor | None) -> None:
         _choose(
             "index_topk_ragged",
             (queries, weights, keys, scales.flatten(), cu_seqlen_ks, cu_seqlen_ke),
@@ -126,6 +129,7 @@ def fp8_fp4_mqa_logits(
             level,
             width=len(keys),
             slots=None,
+            scores=scores,
             captured=False,
         )
 
@@ -142,6 +146,7 @@ def _choose(
     *,
     width: int,
     slots: Tensor | None,
+    scores: Tensor | None,
     captured: bool,
 ) -> None:
     """The op into ``out``: plainly, among the level's blocks, or with blocks to publish.
@@ -168,6 +173,7 @@ def _choose(
         out_positions=out,
         out_slots=slots,
         out_lens=chosen,
+        out_scores=scores,
         workspace=workspace,
         counters=counters(out.device),
     )
@@ -189,8 +195,9 @@ def _why_not(q: Tensor, q_scale: Tensor | None, weights: Tensor) -> str | None:
         return f"weights of {weights.dtype}"
     if weights.shape != (q.shape[:-2].numel(), q.shape[-2]):
         return "weights of other rows than the queries"
-    world = _decode_context_parallel()
-    return None if world == 1 else f"decode context parallel on {world} ranks"
+    ranks = vllm_context_parallel.num_ranks()
+    merged = ranks == 1 or vllm_context_parallel.merges()
+    return None if merged else f"decode context parallel on {ranks} ranks"
 
 
 def _why_not_pages(cache: Tensor, layout: IndexLayout, indices: Tensor | None) -> str | None:
@@ -203,13 +210,6 @@ def _why_not_pages(cache: Tensor, layout: IndexLayout, indices: Tensor | None) -
 def _vllms(original: Callable[[], Tensor], reason: str) -> Tensor:
     say_once(f"mla_fp8: the indexer's logits and top-k stay vLLM's for {reason}")
     return original()
-
-
-def _decode_context_parallel() -> int:
-    try:
-        return int(import_module(MODULE).get_dcp_group().world_size)
-    except AssertionError:  # vLLM's, where nothing is distributed
-        return 1
 
 
 def _scratch(
@@ -254,7 +254,7 @@ def around_get_indexer_topk(original: Callable[..., Any], backend: str) -> Calla
         topk_tokens: int,
         max_seq_len: int,
     ) -> None:
-        if not _chosen(logits, topk_indices, topk_tokens):
+        if not _chosen(logits, topk_indices, topk_tokens, vllm_context_parallel.merges_decode(seq_lens)):
             logits = _as_made(logits)
             original(backend)(logits, seq_lens, next_n, topk_indices, topk_tokens, max_seq_len)
 
@@ -264,18 +264,28 @@ def around_get_indexer_topk(original: Callable[..., Any], backend: str) -> Calla
 def around_top_k_per_row_prefill(original: Callable[..., None], *args: Any, **options: Any) -> None:
     given = dict(zip(probes.parameters(original) or (), args, strict=False)) | options
     logits = given["logits"]
-    if isinstance(logits, Logits) and not _chosen(logits, given["raw_topk_indices"], given["topk_tokens"]):
+    merged = vllm_context_parallel.num_ranks() > 1
+    if isinstance(logits, Logits) and not _chosen(
+        logits, given["raw_topk_indices"], given["topk_tokens"], merged
+    ):
         logits = _as_made(logits)
         original(**given | {"logits": logits, "stride0": logits.stride(0), "stride1": logits.stride(1)})
     elif not isinstance(logits, Logits):
         original(*args, **options)
 
 
-def _chosen(logits: Tensor, out: Tensor, topk: int) -> bool:
-    """Whether ``out`` has the positions: not if there are logits, which may have been masked."""
+def _chosen(logits: Tensor, out: Tensor, topk: int, merged: bool) -> bool:
+    """Whether ``out`` has the positions: not if there are logits, which may have been masked.
+
+    ``merged``: the merge of the ranks will write them.
+    """
     if not isinstance(logits, Logits) or logits.made is not None or topk > _MAX_TOPK:
         return False
-    logits.choose(out[: logits.shape[0], :topk], topk, logits.level)
+    out, scores = out[: logits.shape[0], :topk], None
+    if merged:
+        logits.candidates = torch.empty((2, *out.shape), dtype=torch.int32, device=out.device)
+        scores, out = logits.candidates[0].view(torch.float32), logits.candidates[1]
+    logits.choose(out, topk, logits.level, scores)
     return True
 
 
@@ -359,5 +369,8 @@ def take_over_indexer() -> None:
             probes.parameters(theirs) or ()
         ):
             setattr(module, name, around(theirs, functools.partial(around_blocks, names)))
+    merge = getattr(module, "_merge_dcp_topk_global", None)
+    if merge is not None:
+        module._merge_dcp_topk_global = around(merge, vllm_context_parallel.around_merge)  # type: ignore[attr-defined]
     if take_over(import_module(_CALLS), {"top_k_per_row_prefill": around_top_k_per_row_prefill}):
         say_once("mla_fp8 serves the indexer's logits and top-k, by index_topk: decode and prompts")

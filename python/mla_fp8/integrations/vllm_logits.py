@@ -21,13 +21,15 @@ class Level(NamedTuple):
 class Logits(Tensor):
     """``[rows, width]`` float32 logits that nobody has computed yet. A meta tensor: it has shape and dtype.
 
-    ``choose(out, topk, level)`` writes the positions of each row's best entries. ``make()`` computes the
-    logits: whatever is done with them other than asking for their shape does so first, and then works on
-    those; so does what was put off by ``put_off``.
+    ``choose(out, topk, level)`` writes the positions of each row's best entries. A rank that has a part of
+    the entries gives it ``scores`` to write logits into, too: they are its ``candidates``. ``make()``
+    computes the logits: whatever is done with them other than asking for their shape does so first, and then
+    works on those; so does what was put off by ``put_off``.
     """
 
     make: Callable[[], Tensor]
-    choose: Callable[[Tensor, int, Level | None], None]
+    choose: Callable[..., None]
+    candidates: Tensor | None  # [2, rows, topk] int32: bits of logits, positions
     made: Tensor | None
     level: Level | None
     later: Callable[[Tensor], None] | None
@@ -38,10 +40,11 @@ class Logits(Tensor):
         rows: int,
         width: int,
         make: Callable[[], Tensor],
-        choose: Callable[[Tensor, int, Level | None], None],
+        choose: Callable[..., None],
     ) -> "Logits":
         self = torch.empty((rows, width), dtype=torch.float32, device="meta").as_subclass(cls)
         self.make, self.choose, self.made, self.level, self.later = make, choose, None, None, None
+        self.candidates = None
         return self
 
     def put_off(self, level: Level, work: Callable[[Tensor], None]) -> None:

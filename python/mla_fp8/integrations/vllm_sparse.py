@@ -3,7 +3,7 @@
 Taken over: the kernels, the padding of query heads around them, and for FP8 caches the way to them. Prompts
 of few heads are read straight from the pages; of many heads from rows that vLLM gathers, into vLLM's output.
 vLLM's own: indexer, cache writes, dense attention of short prompts, and what context parallelism does with
-the results.
+the results, unless vllm_context_parallel.py is switched on.
 """
 
 import functools
@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .. import probes
-from ..layout import HEAD_DIM_V, KV_LAYOUTS, row_layout
-from . import attend, drafts, log, replay, same_bits, vllm_same_bits, vllm_slots
+from ..layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout, row_layout
+from . import attend, drafts, log, replay, same_bits, vllm_context_parallel, vllm_same_bits, vllm_slots
 
 MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
 CACHE_DTYPES = ("auto", "bfloat16", "fp8_ds_mla", "fp8")
@@ -95,6 +95,45 @@ class SparseImpl:
         return result, lse
 
 
+class RankImpl:
+    """Before SparseImpl, where ranks have a part of the keys each (vllm_context_parallel.py)."""
+
+    need_to_return_lse_for_decode: bool
+
+    def _forward_fp8_kv_mixed_batch(
+        self,
+        q: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        topk_indices: Tensor,
+        attn_metadata: Any,
+        kernel_metadata: Any = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not vllm_context_parallel.serves(self):
+            return super()._forward_fp8_kv_mixed_batch(  # type: ignore[misc, no-any-return]
+                q, kv_c_and_k_pe_cache, topk_indices, attn_metadata, kernel_metadata
+            )
+        slots, lens = vllm_context_parallel.slots_of_rank(self, topk_indices, attn_metadata)
+        is_decode = attn_metadata.num_decode_tokens == attn_metadata.num_actual_tokens == len(q)
+        group = _group_of_step(self, len(q), attn_metadata) if is_decode else drafts.ALONE
+        return _over_pages(self, q, kv_c_and_k_pe_cache, slots, group, lens=lens)
+
+    def _forward_bf16_kv(
+        self,
+        q: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        topk_indices: Tensor,
+        attn_metadata: Any,
+        actual_num_heads: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not vllm_context_parallel.serves(self):
+            return super()._forward_bf16_kv(  # type: ignore[misc, no-any-return]
+                q, kv_c_and_k_pe_cache, topk_indices, attn_metadata, actual_num_heads
+            )
+        slots, lens = vllm_context_parallel.slots_of_rank(self, topk_indices, attn_metadata)
+        q = q[:, :actual_num_heads]
+        return _over_pages(self, q, kv_c_and_k_pe_cache, slots, drafts.ALONE, lens=lens, layout=row_layout(q))
+
+
 class SparseBackend:
     """Methods in place of those of vLLM's FlashMLASparseBackend. Its name stays: vLLM goes by it."""
 
@@ -115,8 +154,11 @@ def make_backend(module: str) -> type:
     """The backend as a class that vLLM finds by ``module`` and its name."""
     found = import_module(MODULE)
     vllm_same_bits.prepare("DeepSeek V3.2")
+    of_ranks = vllm_context_parallel.switched_on()
+    bases = (*([RankImpl] if of_ranks else []), SparseImpl, found.FlashMLASparseImpl)
+    builder = vllm_context_parallel.make_builder(found) if of_ranks else None
 
-    class Impl(SparseImpl, found.FlashMLASparseImpl):  # type: ignore[misc, name-defined]
+    class Impl(*bases):  # type: ignore[misc]
         theirs = found
         knows_prompts = (
             probes.why_not_rewrite(found.FlashMLASparseImpl._forward_fp8_kv_separate_prefill_decode, KNOWN)
@@ -126,7 +168,11 @@ def make_backend(module: str) -> type:
         def __init__(self, num_heads: int, *args: Any, sinks: Tensor | None = None, **options: Any) -> None:
             if same_bits.asked():
                 vllm_same_bits.attend_to_short_prompts_as_to_others()
+            wants_lse = getattr(self, "need_to_return_lse_for_decode", False)
+            if wants_lse and vllm_context_parallel.serves(self):
+                self.need_to_return_lse_for_decode = False  # or vLLM refuses bf16 caches
             super().__init__(num_heads, *args, **options)
+            self.need_to_return_lse_for_decode = wants_lse
             self.sinks = sinks
             log_once(num_heads, getattr(self, "kv_cache_dtype", "auto"))
 
@@ -144,6 +190,10 @@ def make_backend(module: str) -> type:
         @staticmethod
         def get_impl_cls() -> type:
             return Impl
+
+        @staticmethod
+        def get_builder_cls() -> type:
+            return builder or found.FlashMLASparseBackend.get_builder_cls()
 
     Backend.__module__, Backend.__qualname__, Backend.__name__ = module, "SparseBackend", "SparseBackend"
     return Backend
@@ -229,11 +279,19 @@ def _group_of_step(impl: Any, num_rows: int, metadata: Any) -> drafts.Group:
 
 
 def _over_pages(
-    impl: Any, q: Tensor, kv_cache: Tensor, slots: Tensor, group: drafts.Group, out: Tensor | None = None
+    impl: Any,
+    q: Tensor,
+    kv_cache: Tensor,
+    slots: Tensor,
+    group: drafts.Group,
+    out: Tensor | None = None,
+    *,
+    lens: Tensor | None = None,
+    layout: KVLayout = _PACKED,
 ) -> tuple[Tensor, Tensor]:
     return attend.over_pages(
-        q, kv_cache, slots, layout=_PACKED, page_size=kv_cache.shape[1], sm_scale=impl.softmax_scale,
-        attn_sink=_sinks(impl), group=group, out=out,
+        q, kv_cache, slots, layout=layout, page_size=kv_cache.shape[1], sm_scale=impl.softmax_scale,
+        topk_length=lens, attn_sink=_sinks(impl), group=group, out=out,
     )  # fmt: skip
 
 
@@ -250,7 +308,7 @@ def log_once(num_heads: int, cache_dtype: str) -> None:
     log.logger().info(
         "mla_fp8 attends in place of FlashMLA: %d query heads as they are, cache %s, decode and prefill. "
         "vLLM's own: the indexer unless mla_fp8_index_topk is named, cache writes, dense attention of short "
-        "prompts, context parallelism's merge.",
+        "prompts, context parallelism's exchange unless mla_fp8_context_parallel is named.",
         num_heads,
         cache_dtype,
     )
