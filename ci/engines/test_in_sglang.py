@@ -135,6 +135,7 @@ def test_v4s_query_heads_are_as_they_are():
 def test_verified_drafts_are_a_group(monkeypatch):
     """V4's attention says how many rows a request has; metadata and batch have what it is told by."""
     from sglang.srt.layers.attention import dsa_backend
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     assert {"cache_seqlens_int32", "dsa_cache_seqlens_int32"} <= {
@@ -145,6 +146,10 @@ def test_verified_drafts_are_a_group(monkeypatch):
     cls = getattr(import_module(module), name)
     for backend in (cls, dsa_backend.DeepseekSparseAttnBackend):
         assert "self.speculative_num_draft_tokens" in inspect.getsource(backend.__init__)
+    assert "self.token_to_kv_pool =" in inspect.getsource(dsa_backend.DeepseekSparseAttnBackend.__init__)
+    pools = DSATokenToKVPool.__mro__[:-1]  # which of its layers have no indexer
+    for name in ("start_layer", "skip_topk_layers"):
+        assert any(f"self.{name} =" in inspect.getsource(pool) for pool in pools)
     seen = []
     monkeypatch.setattr(cls, "_forward_attention", lambda self, q, *_: seen.append(drafts.of_call(len(q), 1)))
     attention = cls.__new__(cls)

@@ -158,7 +158,7 @@ def test_an_index_group_is_of_layers_with_the_same_slots():
 
     assert {"num_layers"} <= {x.name for x in fields(index_group.SparseMLAIndexGroup)}
     names = {x.name for x in fields(SparseMLACommonMetadata)}
-    assert {"num_decodes", "num_decode_tokens", "decode_max_query_len"} <= names
+    assert {"num_decodes", "num_decode_tokens", "decode_max_query_len", "max_query_len"} <= names
 
 
 @pytest.mark.parametrize(

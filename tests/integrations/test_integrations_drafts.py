@@ -1,4 +1,4 @@
-"""Drafts of a request as query groups in both plug-ins, over stand-ins; probe.py has vLLM's own modules."""
+"""Drafts of a request as query groups in vLLM's plug-in, over stand-ins; probe.py has vLLM's own modules."""
 
 import sys
 from types import SimpleNamespace
@@ -6,20 +6,19 @@ from types import SimpleNamespace
 import engine_standins
 import pytest
 import torch
-from assertions import assert_attention, assert_same
-from draft_cases import draft_case, without_lengths
+from assertions import assert_attention
+from draft_cases import calls_of_groups, draft_case, groups, many, without_lengths
 from sparse_cases import exact_latents
 
 import mla_fp8
 import mla_fp8_plugins
 from mla_fp8 import KV_LAYOUTS, reference
-from mla_fp8.integrations import drafts, flash_mla_calls, sglang, vllm, vllm_v4
+from mla_fp8.integrations import drafts, flash_mla_calls, vllm, vllm_v4
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 DSV32, DSV4 = KV_LAYOUTS["dsv32"], KV_LAYOUTS["dsv4"]
 HEADS, DRAFTS, TOPK, PAGES = 8, 4, 40, 3
 VLLM_NAMES = ["mla_fp8", "mla_fp8_flash_mla", drafts.NAME]
-SGLANG_NAMES = f"mla_fp8,{drafts.NAME}"
 
 
 @pytest.fixture(autouse=True)
@@ -33,26 +32,7 @@ def off_again(caplog):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The ops that were called, and what of a group they got."""
-    calls = []
-    for name in ("sparse_decode", "sparse_decode_out", "plan_shared_keys"):
-        op = getattr(torch.ops.mla_fp8, name)
-
-        def spied(*args, op=op, name=name, **options):
-            calls.append((name.removesuffix("_out"), options.get("query_groups", 1), options))
-            return op(*args, **options)
-
-        monkeypatch.setattr(torch.ops.mla_fp8, name, spied)
-    return calls
-
-
-def groups(seen):
-    return [(name, group) for name, group, _ in seen]
-
-
-def many(device):
-    """Requests; on a GPU enough for groups to pay."""
-    return 160 if device == "cuda" else 5
+    return calls_of_groups(monkeypatch)
 
 
 # vLLM, V3.2
@@ -73,7 +53,7 @@ def step(device, requests=None, queries=DRAFTS):
     tokens = len(positions)
     metadata = SimpleNamespace(
         req_id_per_token=request, block_table=table, block_size=64, num_actual_tokens=tokens,
-        num_decode_tokens=tokens, num_decodes=requests, decode_max_query_len=queries,
+        num_decode_tokens=tokens, num_decodes=requests, decode_max_query_len=queries, max_query_len=queries,
         fp8_extra_metadata=SimpleNamespace(num_decode_tokens=tokens),
     )  # fmt: skip
     page = table[request[:, None].long(), positions.clamp_min(0).long() // 64]
@@ -135,6 +115,14 @@ def test_rows_that_are_not_as_many_drafts_of_each_request_go_alone(change, monke
     b, impl = step("cpu"), backend(monkeypatch)(HEADS, 0.1)
     change(b)
     attended(impl, b)
+    assert groups(seen) == [("sparse_decode", 1)]
+
+
+def test_requests_of_few_tokens_are_read_from_the_pages(monkeypatch, seen, device):
+    """vLLM takes requests behind the first one with another number of drafts for prompts, and gathers all."""
+    b, impl = step(device), backend(monkeypatch)(HEADS, 0.1)
+    b.metadata.num_decode_tokens = b.metadata.fp8_extra_metadata.num_decode_tokens = DRAFTS
+    attended(impl, b, "_forward_fp8_kv_separate_prefill_decode")
     assert groups(seen) == [("sparse_decode", 1)]
 
 
@@ -298,67 +286,3 @@ def test_vllm_has_no_groups_unless_it_names_them(names, monkeypatch, caplog):
     layer = engine.modules[vllm_v4.MODULES["DeepSeek V4"]].DeepseekV4FlashMLAAttention
     assert not drafts.switched_on() and not caplog.records
     assert layer._forward_decode is engine_standins.DeepseekV4FlashMLAAttention._forward_decode
-
-
-# SGLang
-
-
-def test_sglangs_verification_of_drafts_has_groups(monkeypatch, seen, device, caplog):
-    registered = engine_standins.sglang(monkeypatch, SGLANG_NAMES)
-    sglang.register_query_groups()
-    assert set(registered) == {sglang.DRAFTS} and "of V3.2; of V4" in caplog.text
-    hook, _ = registered[sglang.DRAFTS]
-    case = draft_case(DSV4, device, many(device), DRAFTS, num_q_heads=HEADS, extra_topk=30)
-    attention = engine_standins.DeepseekV4AttnBackend()
-    attention.speculative_num_draft_tokens = DRAFTS
-    call = engine_standins.sgl_flash_mla_with_kvcache
-    arguments = engine_standins.decode_call(case)
-    attention.attention = lambda q: flash_mla_calls.around_decode(call, **arguments)
-    original = engine_standins.DeepseekV4AttnBackend.forward
-    for requests in (many(device), many(device) + 1):  # drafts; other rows
-        batch = SimpleNamespace(batch_size=requests)
-        out, lse = hook(original, attention, case.q, None, None, None, batch)
-        assert_attention(case, (out[:, 0], lse[:, :, 0]))
-    attention.speculative_num_draft_tokens = None
-    hook(original, attention, case.q, None, None, None, SimpleNamespace(batch_size=len(case.q)))
-    assert [group for _, group in groups(seen)] == [DRAFTS, 1, 1]
-
-
-def test_v32s_verification_in_sglang_has_groups(monkeypatch, seen, device):
-    engine_standins.sglang(monkeypatch, SGLANG_NAMES)
-    sglang.register_query_groups()
-    case = draft_case(DSV32, device, many(device), DRAFTS, num_q_heads=HEADS)
-    s, width = case.scopes[0], DSV32.bytes_per_token
-    attention = SimpleNamespace(
-        dsa_kv_cache_store_fp8=True, kv_cache_dim=width, flashmla_kv_format="V32",
-        physical_page_size=s.page_size, speculative_num_draft_tokens=DRAFTS,
-    )  # fmt: skip
-    layer = SimpleNamespace(tp_q_head_num=HEADS, head_dim=576)
-    metadata = SimpleNamespace(
-        dsa_cache_seqlens_int32=s.length, cache_seqlens_int32=torch.zeros(many(device))
-    )
-    given = (case.q.flatten(1), s.kv_cache, 512, case.sm_scale, layer, metadata, s.indices)
-    original = engine_standins.DeepseekSparseAttnBackend._forward_flashmla_kv
-    out = sglang._forward_flashmla_kv(original, attention, *given)
-    metadata.cache_seqlens_int32 = torch.zeros(len(case.q))  # a step without drafts
-    alone = sglang._forward_flashmla_kv(original, attention, *given)
-    assert [group for _, group in groups(seen)] == [DRAFTS, 1]
-    torch.testing.assert_close(out, alone, rtol=2e-2, atol=1e-3)
-    if device == "cpu":
-        assert_same((out,), (alone,))
-
-
-@pytest.mark.parametrize("named", ["", "mla_fp8"])
-def test_sglang_has_no_groups_unless_it_names_them(named, monkeypatch):
-    registered = engine_standins.sglang(monkeypatch, named)
-    sglang.register_query_groups()
-    assert not registered and not drafts.switched_on()
-
-
-def test_v4s_backend_that_changed_is_named(monkeypatch, caplog):
-    registered = engine_standins.sglang(monkeypatch, SGLANG_NAMES)
-    module = sys.modules["sglang.srt.layers.attention.deepseek_v4_backend"]
-    module.DeepseekV4AttnBackend = type("DeepseekV4AttnBackend", (), {})
-    sglang.register_query_groups()
-    assert not registered and drafts.switched_on()
-    assert "of V4 not: sglang.srt.layers.attention.deepseek_v4_backend has no Deep" in caplog.text

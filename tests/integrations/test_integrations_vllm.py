@@ -120,7 +120,7 @@ def paged_batch(num_tokens, device, block_size=64):
     positions[0] = -1
     metadata = SimpleNamespace(
         req_id_per_token=request, block_table=table, block_size=block_size, num_actual_tokens=num_tokens,
-        num_decode_tokens=num_tokens, num_decodes=num_tokens, decode_max_query_len=1,
+        num_decode_tokens=num_tokens, num_decodes=num_tokens, decode_max_query_len=1, max_query_len=1,
         fp8_extra_metadata=SimpleNamespace(num_decode_tokens=num_tokens),
     )  # fmt: skip
     page = table[request[:num_tokens, None].long(), positions.clamp_min(0).long() // block_size]
@@ -158,7 +158,7 @@ def test_what_needs_vllms_own_way_goes_it(monkeypatch):
     both = impl._forward_fp8_kv_mixed_batch, impl._forward_fp8_kv_separate_prefill_decode
     arguments = (b.q, b.cache, b.positions, b.metadata)
     own = "vLLM's own mixed batch", "vLLM's own prefill and decode"
-    b.metadata.fp8_extra_metadata.num_decode_tokens = 5
+    b.metadata.fp8_extra_metadata.num_decode_tokens, b.metadata.max_query_len = 5, 9
     assert both[1](*arguments) == own[1]
     b.metadata.fp8_extra_metadata.num_decode_tokens = 9
     impl.index_group = engine_standins.HiSparseMLAIndexGroup()

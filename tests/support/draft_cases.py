@@ -1,5 +1,6 @@
 """Queries of one request that choose mostly the same keys: drafts, or neighbours in a prompt."""
 
+import pytest
 import torch
 from sparse_cases import Case, Scope, case_over, filled_scope
 
@@ -90,3 +91,26 @@ def without_lengths(case: Case) -> Case:
         scope.indices[column >= scope.length[:, None]] = -1
         scope.length = None
     return case
+
+
+def calls_of_groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, dict]]:
+    """Of the ops that are called from here on: name, tokens of a group, arguments by name."""
+    calls = []
+    for name in ("sparse_decode", "sparse_decode_out", "plan_shared_keys"):
+        op = getattr(torch.ops.mla_fp8, name)
+
+        def spied(*args, op=op, name=name, **options):
+            calls.append((name.removesuffix("_out"), options.get("query_groups", 1), options))
+            return op(*args, **options)
+
+        monkeypatch.setattr(torch.ops.mla_fp8, name, spied)
+    return calls
+
+
+def groups(seen: list[tuple[str, int, dict]]) -> list[tuple[str, int]]:
+    return [(name, group) for name, group, _ in seen]
+
+
+def many(device: str) -> int:
+    """Requests; on a GPU enough for groups to pay."""
+    return 160 if device == "cuda" else 5

@@ -99,9 +99,9 @@ def _forward_flashmla_kv(
     q = q_all.view(-1, layer.tp_q_head_num, layer.head_dim)
     lengths = metadata.dsa_cache_seqlens_int32
     group = drafts.ALONE
-    if drafts.switched_on():
-        queries = drafts.queries(len(q), len(metadata.cache_seqlens_int32), _drafts_of(self))
-        group = drafts.Group(queries)
+    if drafts.switched_on():  # lengths are of the step's rows; those that pad it are behind
+        queries = drafts.queries(len(lengths), len(metadata.cache_seqlens_int32), _drafts_of(self))
+        group = drafts.Group(queries, _layers_with_these_slots(self, layer, metadata))
     of_ranks = sglang_context_parallel.serves(self)
     if of_ranks:
         page_table_1, lengths = sglang_context_parallel.slots_of_rank(self, page_table_1)
@@ -116,6 +116,20 @@ def _forward_flashmla_kv(
         group=group,
     )
     return sglang_context_parallel.in_base_2(out, lse) if of_ranks else out[:, None]
+
+
+def _layers_with_these_slots(backend: Any, layer: Any, metadata: Any) -> drafts.Layers | None:
+    """Layers that skip the choice of keys have that of the last one before them that does not."""
+    pool = backend.token_to_kv_pool
+    skips: list[bool] = getattr(pool, "skip_topk_layers", [])  # of this rank's layers, if any may
+    if not any(skips):
+        return None
+    first = own = layer.layer_id - pool.start_layer
+    while first > 0 and skips[first]:
+        first -= 1
+    if first == own and not any(skips[own + 1 : own + 2]):
+        return None  # alone
+    return drafts.Layers(metadata, "index group", first, id(layer))
 
 
 def _kernel_num_heads(original: Callable[..., int], self: Any, num_tokens: int) -> int:
