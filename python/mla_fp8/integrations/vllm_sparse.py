@@ -57,8 +57,8 @@ class SparseImpl:
         group = getattr(self, "index_group", None)
         on_host = isinstance(group, self.theirs.HiSparseMLAIndexGroup)
         # Requests of few tokens, as of other numbers of drafts, are not worth a copy of all their keys.
-        prompts = attn_metadata.max_query_len > drafts.MOST and not same_bits.on()
-        prompts = prompts and len(q) > attn_metadata.fp8_extra_metadata.num_decode_tokens
+        prompts = len(q) > attn_metadata.fp8_extra_metadata.num_decode_tokens and not same_bits.on()
+        prompts = prompts and attn_metadata.max_query_len > drafts.MOST
         if on_host or self.dcp_world_size > 1 or (prompts and not self.knows_prompts):
             return super()._forward_fp8_kv_separate_prefill_decode(  # type: ignore[misc, no-any-return]
                 q, kv_c_and_k_pe_cache, topk_indices, attn_metadata
