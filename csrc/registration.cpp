@@ -308,6 +308,12 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
       "Tensor k, Tensor slot_mapping, Tensor(a!) index_cache, *, int layout, int page_size, "
       "str scale_format=\"ue8m0\", float? amax_floor=None, bool hadamard=False, bool reciprocal=False",
       "()")
+  DEF(pool_index_k,
+      "Tensor k, Tensor score, Tensor query_start_loc, Tensor start_pos, Tensor(a!) state_k, "
+      "Tensor(b!) state_score, Tensor state_slots, Tensor ape, Tensor slot_mapping, Tensor(c!) index_cache, "
+      "*, "
+      "int page_size",
+      "()")
   DEF_WITH_OUT(topk_to_slots,
                "Tensor positions, Tensor page_table, *, int page_size, Tensor? row_to_request=None, "
                "int next_n=1, int group_size=1, Tensor? token_lens=None, Tensor? lens=None, "

@@ -34,6 +34,7 @@
 #define MLA_FP8_INDEX_OPS(X)                                \
   X(plan_shared_keys) X(plan_shared_keys_out)               \
   X(quantize_index_k)                                       \
+  X(pool_index_k)                                           \
   X(prepare_keys)                                           \
   X(prepare_queries) X(prepare_queries_out)                 \
   X(topk_to_slots) X(topk_to_slots_out)                     \
@@ -243,6 +244,9 @@ void _exchange_states(const Tensor& out, const Tensor& lse, const OptionalTensor
 void quantize_index_k(const Tensor& k, const Tensor& slot_mapping, Tensor index_cache, int64_t layout,
                       int64_t page_size, std::string scale_format, std::optional<double> amax_floor,
                       bool hadamard, bool reciprocal);
+void pool_index_k(const Tensor& k, const Tensor& score, const Tensor& query_start_loc,
+                  const Tensor& start_pos, Tensor state_k, Tensor state_score, const Tensor& state_slots,
+                  const Tensor& ape, const Tensor& slot_mapping, Tensor index_cache, int64_t page_size);
 
 #define MLA_TOPK_TO_SLOTS_ARGUMENTS                                                                   \
   const Tensor &positions, const Tensor &page_table, int64_t page_size,                               \

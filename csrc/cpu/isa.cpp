@@ -38,6 +38,7 @@ std::span<const IsaKernels> isa_table() {
    isa::paged_attention_ragged, \
    isa::merge_ragged_splits,    \
    isa::quantize_index_k,       \
+   isa::pool_index_k,           \
    isa::prepare_keys,           \
    isa::prepare_queries,        \
    isa::stage_index_query,      \
@@ -136,6 +137,12 @@ void compress_kv(const CompressKvParams& p) {
   if (p.online) return run(CompressPhase::kFold, p.num_tokens, kMinRows);
   run(CompressPhase::kClose, p.num_tokens, kMinRows);
   if (p.ratio > 1) run(CompressPhase::kKeep, p.num_tokens, kMinRows);
+}
+
+void pool_index_k(const PoolIndexKParams& p) {
+  const auto kernel = best_isa().pool_index_k;
+  parallel_for(p.num_requests + p.num_tokens, kMinRows,
+               [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
 void inverse_rope(const InverseRopeParams& p) {

@@ -10,6 +10,7 @@
 #include "ops/inverse_rope.h"
 #include "ops/norm_rope_insert.h"
 #include "ops/paged_attention_ragged.h"
+#include "ops/pool_index_k.h"
 #include "ops/prepare_keys.h"
 #include "ops/prepare_queries.h"
 #include "ops/quantize_index_k.h"
@@ -93,6 +94,7 @@ struct StagedIndexKeys {
   void paged_attention_ragged(const PagedAttentionRaggedParams& params, int64_t begin, int64_t end);       \
   void merge_ragged_splits(const PagedAttentionRaggedParams& params, int64_t begin, int64_t end);          \
   void quantize_index_k(const QuantizeIndexKParams& params, int64_t begin, int64_t end);                   \
+  void pool_index_k(const PoolIndexKParams& params, int64_t begin, int64_t end);                           \
   void prepare_keys(const PrepareKeysParams& params, int64_t begin, int64_t end);                          \
   void prepare_queries(const PrepareQueriesParams& params, int64_t begin, int64_t end);                    \
   void stage_index_query(const IndexQueries& queries, int64_t row, StagedIndexQuery& to);                  \
@@ -118,6 +120,7 @@ struct IsaKernels {
   decltype(&plain::paged_attention_ragged) paged_attention_ragged;
   decltype(&plain::merge_ragged_splits) merge_ragged_splits;
   decltype(&plain::quantize_index_k) quantize_index_k;
+  decltype(&plain::pool_index_k) pool_index_k;
   decltype(&plain::prepare_keys) prepare_keys;
   decltype(&plain::prepare_queries) prepare_queries;
   decltype(&plain::stage_index_query) stage_index_query;

@@ -82,7 +82,8 @@ struct CompressRequest {
 };
 
 // has_state: ratio > 1. Where the compiler knows it, no load waits for another.
-MLA_HD CompressRequest compress_request(const CompressKvParams& p, int64_t r, bool has_state) {
+template <class Params>
+MLA_HD CompressRequest compress_request(const Params& p, int64_t r, bool has_state) {
   const int64_t base = p.query_start_loc[0];
   int64_t first = p.query_start_loc[r] - base, last = p.query_start_loc[r + 1] - base;
   first = first < 0 ? 0 : first;

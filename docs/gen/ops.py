@@ -69,9 +69,9 @@ GROUPS = {
         "build_swa_token_ids", "combine_topk_swa_indices", "combine_topk_swa_indices_ragged",
     ),
     "Indexer": (
-        "IndexLayout", "quantize_index_k", "index_topk", "index_topk_workspace", "index_topk_counters",
-        "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots",
-        "merge_topk", "index_logits", "index_logits_ragged",
+        "IndexLayout", "quantize_index_k", "pool_index_k", "index_topk", "index_topk_workspace",
+        "index_topk_counters", "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks",
+        "topk_to_slots", "merge_topk", "index_logits", "index_logits_ragged",
     ),
     "Rows in host memory": (
         "resolve_hot_rows", "copy_host_rows", "store_host_rows", "forget_rows", "decode_hot_rows",

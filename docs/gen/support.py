@@ -30,8 +30,9 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "the indexer; keys that neighbours share", "emulated, portable kernel",
-        ("quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
-         "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots", "merge_topk", "plan_shared_keys"),
+        ("quantize_index_k", "pool_index_k", "index_logits", "index_logits_ragged", "index_topk",
+         "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots",
+         "merge_topk", "plan_shared_keys"),
     ),
     (
         "join results; pad heads", "emulated",
@@ -45,7 +46,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 # Compiled for Hopper, and not run on a GPU since they were written.
 NOT_RUN: set[str] = {
-    "merge_attention_states", "merge_partial_states", "merge_topk",
+    "merge_attention_states", "merge_partial_states", "merge_topk", "pool_index_k",
     "resolve_hot_rows", "copy_host_rows", "store_host_rows", "forget_rows",
 }  # fmt: skip
 

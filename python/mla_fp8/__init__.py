@@ -36,6 +36,7 @@ from .ops.merge_topk import merge_topk
 from .ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
 from .ops.pad_q_heads import pad_q_heads
 from .ops.paged_attention_ragged import paged_attention_ragged, paged_attention_ragged_latent
+from .ops.pool_index_k import pool_index_k
 from .ops.prepare_keys import prepare_keys
 from .ops.prepare_queries import PreparedQueries, prepare_queries
 from .ops.quantize_index_k import quantize_index_k
@@ -98,6 +99,7 @@ __all__ = [
     "paged_attention_ragged",
     "paged_attention_ragged_latent",
     "plan_shared_keys",
+    "pool_index_k",
     "prepare_keys",
     "prepare_queries",
     "qk_norm_rope_insert",

@@ -13,11 +13,13 @@ __all__ = [
     "index_logits",
     "index_topk",
     "merge_topk",
+    "pool_index_k",
     "quantize_index_k",
     "topk_to_slots",
 ]
 
 BLOCK_SIZE = 8  # entries of V4.1's blocks
+POOL_SIZE = 4  # keys of GLM-5.3-Flash's pools
 NO_SHIFT = -20  # 2^-20 times the largest e2m1 is 0 in e4m3
 
 
@@ -52,6 +54,26 @@ def quantize_index_k(
     at = (slot_mapping[stored] // page_size, slot_mapping[stored] % page_size)
     values, scales = layout.views(index_cache, page_size)
     values[at], scales[at] = codes[stored], scale[stored]
+
+
+def pool_index_k(
+    k: Tensor, score: Tensor, query_start_loc: Tensor, start_pos: Tensor, state: dict[int, list[Tensor]],
+    state_slots: Tensor, ape: Tensor,
+) -> list[tuple[int, Tensor]]:  # fmt: skip
+    """(token, the key that :func:`quantize_index_k` rotates and stores) of each closed pool.
+
+    ``state`` is that of :func:`layer_reference.compress_kv`: all rows of a slot's request by position.
+    """
+    found, starts, rows = [], (query_start_loc - query_start_loc[0]).tolist(), torch.stack([k, score], 1)
+    for r, (slot, start) in enumerate(zip(state_slots.tolist(), start_pos.tolist(), strict=True)):
+        history = state.setdefault(slot, [])
+        history[start:] = rows[starts[r] : starts[r + 1]].float()
+        for p in range(start, len(history)):
+            if (p + 1) % POOL_SIZE == 0:
+                keys, scores = torch.stack(history[p + 1 - POOL_SIZE : p + 1]).unbind(1)
+                pooled = ((scores + ape).softmax(0) * keys).sum(0)
+                found.append((starts[r] + p - start, to_bf16(pooled)))
+    return found
 
 
 def encode(

@@ -38,6 +38,29 @@ def test_quantize_index_k_gives_the_same_bytes(isa, mode, layout, scale_format, 
     np.testing.assert_array_equal(written(isa, mode, *options), written(PLAIN, mode, *options))
 
 
+def pools(isa, mode, start: int) -> list[np.ndarray]:
+    """The entries, and the state afterwards, of rows of random bits and of one magnitude each."""
+    r = np.random.default_rng(1)
+    k, score = r.integers(0, 1 << 16, (2, N, 128), np.uint16)
+    k[: N // 2], score[: N // 2] = k[: N // 2] & 0x80FF | 0x3F00, score[: N // 2] & 0x81FF | 0x3E00
+    state, ape = (
+        r.integers(0x3E00, 0x4000, (2, 7, 128), np.uint16),
+        r.normal(size=(4, 128)).astype(np.float32),
+    )
+    cache = np.full((start + N) // 4 * 132 + 64, 0xA5, np.uint8)
+    with mode():
+        core.pool_index_k(isa, k, score, state, ape, cache, start)
+    return [cache, state]
+
+
+@simd_isas
+@callers_modes
+@pytest.mark.parametrize("start", [0, 5, 7])
+def test_pool_index_k_gives_the_same_bytes(isa, mode, start):
+    for got, want in zip(pools(isa, mode, start), pools(PLAIN, mode, start), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def queries(isa, mode, half: int, **options) -> list[np.ndarray]:
     r = np.random.default_rng(2)
     bits = [r.integers(0, 1 << 16, (40, heads, dim), np.uint16) for heads, dim in ((3, 2 * half), (5, 128))]

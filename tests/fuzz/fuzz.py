@@ -68,7 +68,7 @@ OPS |= {name: getattr(fuzz_other_cases, name) for name in OTHERS}
 OPS |= {name: getattr(fuzz_layer_cases, name) for name in LAYER}
 OPS |= {name: getattr(fuzz_index_cases, name) for name in INDEX}
 OPS |= {name: getattr(fuzz_hot_cases, name) for name in HOT}
-OPS["compress_kv"] = fuzz_compress_cases.compress_kv
+OPS |= {name: getattr(fuzz_compress_cases, name) for name in ("compress_kv", "pool_index_k")}
 FUNCTIONS = {name: getattr(mla_fp8, name) for name in OPS}
 OPS["chunk_cache"] = fuzz_chunk_cases.chunk_cache
 FUNCTIONS["chunk_cache"] = fuzz_chunk_cases.attend_to_chunk
@@ -129,7 +129,8 @@ def retyped(r: Random, arguments: dict[str, Any]) -> str | None:
         if isinstance(arguments.get(name), Tensor):
             dtype = r.pick(torch.uint8, *ONE_BYTE)
             arguments[name] = arguments[name].view(dtype)
-            if dtype not in held(arguments.get(layout) or arguments["layout"]):
+            # pool_index_k has one layout.
+            if dtype not in held(arguments.get(layout) or arguments.get("layout", "index_fp8")):
                 wrong = wrong or name
     return wrong
 

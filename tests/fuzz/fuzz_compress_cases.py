@@ -1,4 +1,4 @@
-"""Random calls of compress_kv: latents near float64's, rows by the bytes of those, the state exactly."""
+"""Random calls of compress_kv and pool_index_k: what is pooled near float64's, the state exactly."""
 
 from typing import Any
 
@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from fuzz_cases import INT_MAX, INT_MIN, Cache, Call, Random, int32, tensor
 from fuzz_formats import HEAD_DIM_V, LAYOUTS, Array, bf16_bits, bf16_values
+from fuzz_index_cases import entry_bytes
 from fuzz_layer_cases import poisoned_pages, slots_of, table_of, turned
-from fuzz_other_cases import assert_equal, index_tensor
+from fuzz_other_cases import POISON, assert_equal, index_tensor
 
 WIDTHS = {1: 512, 2: 1024, 4: 2048, 128: 1024}
 
@@ -118,3 +119,63 @@ def compress_kv(r: Random) -> Call:
         assert_equal("kv_cache", whole, expected)
 
     return Call("compress_kv", arguments, check)
+
+
+def pool_index_k(r: Random) -> Call:
+    """Scores are equal or far apart, keys small integers: what is pooled is exact, and so are the bytes."""
+    num_states, depth = r.pick(0, 1, 4), r.pick(4, 7, 16)
+    num_pages, page_size = r.pick(0, 1, 3), r.pick(1, 16, 61)
+    batch = requests_of(r, num_states)
+    n = sum(length for length, _, _ in batch)
+    k, state_k = (
+        r.rng.integers(-9, 10, shape).astype(np.float32) for shape in ((n, 128), (num_states, depth, 128))
+    )
+    score, state_score = (r.rng.choice([0.0, 300.0], x.shape).astype(np.float32) for x in (k, state_k))
+    ape = np.repeat(r.rng.choice([0.0, 300.0], (4, 1)), 128, 1).astype(np.float32)
+    slots = slots_of(r, n, num_pages * page_size)
+    cache = torch.full((num_pages, page_size * 132), POISON, dtype=torch.uint8)
+    want, after, first = cache.numpy().copy(), [state_k.copy(), state_score.copy()], 0
+    for length, start, slot in batch:
+        if start >= 0 and 0 <= slot < num_states:
+            ring = [
+                {p: x[slot, p % depth] for p in range(max(0, start - depth), start)}
+                for x in (state_k, state_score)
+            ]
+            for t in range(length):
+                p = start + t
+                for history, new, kept in zip(ring, (k, score), after, strict=True):
+                    history[p] = new[first + t]
+                    kept[slot, p % depth] = new[first + t]
+                if p % 4 == 3 and 0 <= slots[first + t] < num_pages * page_size:
+                    keys, logits = (np.array([x[q] for q in range(p - 3, p + 1)], float) for x in ring)
+                    weights = np.exp(logits + ape - (logits + ape).max(0))
+                    mean = (weights * keys).sum(0) / weights.sum(0)
+                    row = hadamard(bf16_values(bf16_bits(mean.astype(np.float32))))
+                    page, at = divmod(slots[first + t], page_size)
+                    codes, scale = entry_bytes(row, False, False, False, 1e-4)
+                    want[page, at * 128 : at * 128 + 128] = codes
+                    want[page, page_size * 128 + 4 * at :][:4] = scale
+        first += length
+    held = [tensor(x).to(torch.bfloat16) for x in (state_k, state_score)]
+    arguments: dict[str, Any] = {
+        "k": tensor(k).to(torch.bfloat16), "score": tensor(score).to(torch.bfloat16),
+        "query_start_loc": int32(np.cumsum([r.pick(0, 7, -3), *(length for length, _, _ in batch)])),
+        "start_pos": int32([start for _, start, _ in batch]), "state_k": held[0], "state_score": held[1],
+        "state_slots": index_tensor(r, [slot for _, _, slot in batch]), "ape": tensor(ape),
+        "slot_mapping": index_tensor(r, slots), "index_cache": cache, "page_size": page_size,
+    }  # fmt: skip
+
+    def check(_: tuple[torch.Tensor, ...]) -> None:
+        for name, got, exact in zip(("state_k", "state_score"), held, after, strict=True):
+            assert_equal(name, got.float(), exact)
+        assert_equal("index_cache", cache, want)
+
+    return Call("pool_index_k", arguments, check)
+
+
+def hadamard(x: Array) -> Array:
+    """In float32, neighbours first, rounded to bf16: sums of what is pooled here are exact in any order."""
+    for step in (1, 2, 4, 8, 16, 32, 64):
+        pairs = x.reshape(-1, 2, step)
+        x = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1).reshape(-1)
+    return bf16_values(bf16_bits((x * np.float32(128**-0.5)).astype(np.float32))).astype(np.float32)

@@ -5,6 +5,7 @@ graphs whose replays see new lengths, slots and data. The CPU kernels say what i
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pool_cases
 import pytest
 import torch
 
@@ -239,7 +240,7 @@ def op(name: str, **options):
     return lambda x: getattr(torch.ops.mla_fp8, name)(**x, **options)
 
 
-CACHE = {"layout": LAYOUT.id, "page_size": PAGE_SIZE}
+CACHE, KEYS = ({"layout": x.id, "page_size": PAGE_SIZE} for x in (LAYOUT, INDEX))
 CASES = [
     Case("quantize_kv", quantize_inputs, op("quantize_kv", **CACHE), ("kv_cache",)),
     Case(
@@ -262,12 +263,8 @@ CASES = [
         op("inverse_rope_quantize_out", num_groups=2),
         ("out", "out_scale"),
     ),
-    Case(
-        "quantize_index_k",
-        index_key_inputs,
-        op("quantize_index_k", layout=INDEX.id, page_size=PAGE_SIZE),
-        ("index_cache",),
-    ),
+    Case("quantize_index_k", index_key_inputs, op("quantize_index_k", **KEYS), ("index_cache",)),
+    Case("pool_index_k", pool_cases.inputs, op("pool_index_k", page_size=PAGE_SIZE), pool_cases.WRITTEN),
     Case("index_topk", index_inputs, index_topk, ("out_positions", "out_slots", "out_lens")),
     Case(
         "topk_to_slots",

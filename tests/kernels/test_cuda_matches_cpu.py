@@ -158,6 +158,34 @@ def test_compress_kv(ratio, online, round_pooled, seed):
 
 
 @seeds
+def test_pool_index_k(seed):
+    """Bit for bit: the softmax is the same float32 operations. Any mix of requests, hostile slots."""
+    torch.manual_seed(seed)
+    lens = [[1] * 130, [700, 1, 1, 300], [5] * 40, [5000]][seed]
+    n, num_states = sum(lens), len(lens) + 2
+    k, score = (torch.randn(2, n, 128) * 2).bfloat16()
+    k[::97, :4], score[3::91, 9], score[:8, 5] = float("nan"), -float("inf"), -float("inf")
+    state_k, state_score = torch.randn(2, num_states, 9, 128).bfloat16()
+    inputs = {
+        "k": k,
+        "score": score,
+        "query_start_loc": torch.tensor([0, *lens]).cumsum(0).int() + 3,
+        "start_pos": ints(len(lens), high=400, hostile=0.05),
+        "state_k": state_k,
+        "state_score": state_score,
+        "state_slots": torch.where(torch.rand(len(lens)) < 0.1, -1, torch.randperm(num_states)[: len(lens)]),
+        "ape": torch.randn(4, 128),
+        "slot_mapping": torch.where(torch.rand(n) < 0.1, -1, torch.randperm(n)),
+        "index_cache": torch.full((-(-n // 64), 64 * 132), 0xA5, dtype=torch.uint8),
+    }
+    got = on_cuda(inputs)
+    for x in (inputs, got):
+        mla_fp8.pool_index_k(**x, page_size=64)
+    for name in ("index_cache", "state_k", "state_score"):
+        assert_same_bits(got[name], inputs[name])
+
+
+@seeds
 @pytest.mark.parametrize("tile", [32, 128])
 @pytest.mark.parametrize("num_tokens", [1, 70, 1000])
 def test_inverse_rope(num_tokens, tile, seed):

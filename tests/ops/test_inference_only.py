@@ -26,6 +26,7 @@ DIFFERENTIABLE = {  # the samples with tensors that autograd could follow, and t
     "merge_attention_states": "out_a",
     "merge_partial_states": "outs",
     "quantize_index_k": "k",
+    "pool_index_k": "k",
     "prepare_keys": "kv",
     "prepare_queries": "q_pe",
     "index_logits": "q",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import pool_cases
 import torch
 from torch import Tensor
 
@@ -301,8 +302,8 @@ if torch.version.hip:
     NO_KERNEL |= dict.fromkeys(
         ("prepare_keys", "prepare_queries", "quantize_index_k", "index_logits", "index_logits_ragged",
          "index_topk", "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots",
-         "merge_topk", "plan_shared_keys", "resolve_hot_rows", "copy_host_rows", "store_host_rows",
-         "forget_rows"), ("cuda",)
+         "merge_topk", "plan_shared_keys", "pool_index_k", "resolve_hot_rows", "copy_host_rows",
+         "store_host_rows", "forget_rows"), ("cuda",)
     )  # fmt: skip
 
 SAMPLES: dict[str, Callable[..., Call]] = {
@@ -330,6 +331,7 @@ SAMPLES: dict[str, Callable[..., Call]] = {
     "merge_attention_states": merge_attention_states,
     "merge_partial_states": merge_partial_states,
     "quantize_index_k": quantize_index_k,
+    "pool_index_k": lambda device, size=SIZE: pool_cases.sample(device, size.num_tokens),
     "index_logits": index_logits,
     "index_logits_ragged": index_logits_ragged,
     "index_topk": index_topk,

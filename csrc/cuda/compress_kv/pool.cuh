@@ -160,9 +160,10 @@ struct PoolRows {
 
 // The request of a token, with a negative state if there is none: where it would be if all requests had as
 // many tokens, or by a search.
-__device__ __forceinline__ CompressRequest request_of(const CompressKvArgs& args, int64_t token,
+template <class Args>
+__device__ __forceinline__ CompressRequest request_of(const Args& args, int64_t token,
                                                       bool has_state = true) {
-  const CompressKvParams& p = args.p;
+  const auto& p = args.p;
   const auto holds = [&](const CompressRequest& r) { return token >= r.first && token < r.first + r.count; };
   const int64_t guess = args.share(token);
   CompressRequest r = compress_request(p, guess < p.num_requests ? guess : p.num_requests - 1, has_state);

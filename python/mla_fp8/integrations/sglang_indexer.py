@@ -3,6 +3,7 @@ SGLANG_PLUGINS names ``mla_fp8_index_topk`` besides ``mla_fp8``, or SGLang is de
 
 ==============  =========================================================================================
 V3.2, GLM-5     over pages for decode and prompts, with pinned tokens
+GLM-5.3-Flash   over pages of pools for decode, drafts and prompts; the pools are SGLang's
 V4              in place of DeepGEMM's logits and SGLang's top-k
 V4.1, Hopper    all eight index layers, over FP4 keys: two levels of blocks (compat/sglang_indexer.py).
                 Consumers of blocks read these entries alone; SGLang scores all entries and masks them
@@ -34,10 +35,12 @@ from .vllm_logits import Level, Logits
 NAME = "mla_fp8_index_topk"
 _LOGGER = logging.getLogger("sglang.mla_fp8")
 _V32_INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
+_POOLS_INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer_kpool"
 _V4_INDEXER = "sglang.srt.layers.attention.dsv4.indexer"
 _V41 = "sglang.srt.layers.attention.dsv4.v41_indexer"
 _FULL, _BLOCKS = f"{_V41}.full_topk.FullTopKIndexer", f"{_V41}.dense_blocks.DenseBlocksBackend"
 _LAYOUT, _PAGE, _MOST_HEADS, _MOST = INDEX_LAYOUTS["index_fp8"], 64, 64, 4096
+_ONE_PAGE = 1 << 24  # tokens of a request: all in one page
 _switch = SimpleNamespace(on=False)
 
 
@@ -78,7 +81,7 @@ def _why_not(indexer: Any, q: Tensor) -> str | None:
     reason = None
     if q.dtype is not torch.float8_e4m3fn or q.shape[1] > _MOST_HEADS or q.shape[2] != INDEX_DIM:
         reason = f"index queries of {q.dtype}, {q.shape[1]} heads of {q.shape[2]} dims"
-    elif page_size != _PAGE or type(indexer).__name__ != "Indexer":
+    elif page_size != _PAGE or type(indexer).__name__ not in ("Indexer", "IndexerKPool"):
         reason = f"{type(indexer).__name__} over pages of {page_size} index keys"
     if reason:
         say_once(f"mla_fp8: the indexer stays SGLang's, which may choose otherwise in a batch, for {reason}")
@@ -120,6 +123,71 @@ def _choose(
             offsets = metadata.attn_metadata.topk_indices_offset[:rows, None]
             chosen = torch.where(positions < 0, -1, positions + offsets).int()
     return torch.nn.functional.pad(chosen, (0, 0, 0, len(q) - rows), value=-1)
+
+
+def get_pools_paged(
+    original: Callable[..., Tensor], self: Any, forward_batch: Any, layer_id: int, q_fp8: Tensor,
+    weights: Tensor, metadata: Any,
+) -> Tensor:  # fmt: skip
+    """Of GLM-5.3-Flash: decode and drafts, a row of the page table for each query."""
+    if not serves() or _why_not(self, q_fp8):
+        return original(self, forward_batch, layer_id, q_fp8, weights, metadata)
+    mode = forward_batch.forward_mode
+    expanded = mode.is_target_verify() or mode.is_draft_extend_v2()
+    tokens = metadata.get_seqlens_expanded() if expanded else metadata.get_seqlens_int32()
+    lens, _, table, *_ = self._get_kpool_decode_metadata(
+        metadata=metadata, block_tables=metadata.get_page_table_64(), seqlens_32=tokens, blocksize=_PAGE,
+        build_schedule_metadata=False,
+    )  # fmt: skip
+    to_tokens = self._kpool_fused_topk_mapping(metadata)
+    return _choose_pools(self, layer_id, q_fp8, weights, (table[: len(lens)], lens, None), tokens, to_tokens)
+
+
+def get_pools_ragged(
+    original: Callable[..., Tensor], self: Any, forward_batch: Any, layer_id: int, q_fp8: Tensor,
+    weights: Tensor, metadata: Any,
+) -> Tensor:  # fmt: skip
+    """Of prompts, which SGLang scores over gathered keys."""
+    found = metadata.attn_metadata
+    plan = found.kpool_extend_plan
+    if not serves() or plan.cp is not None or _why_not(self, q_fp8):
+        return original(self, forward_batch, layer_id, q_fp8, weights, metadata)
+    table = metadata.get_page_table_64()[:, :: self.index_kpool] // self.index_kpool
+    to_tokens = self._kpool_fused_topk_mapping(
+        metadata, plan.ragged_paged_page_table, plan.ragged_paged_page_table_row_index
+    )
+    rows = (table, plan.pooled_seq_lens_expanded, found.cu_seqlens_q[: len(table) + 1])
+    return _choose_pools(self, layer_id, q_fp8, weights, rows, plan.seq_lens_expanded, to_tokens)
+
+
+def _choose_pools(
+    indexer: Any, layer_id: int, q: Tensor, weights: Tensor, rows: tuple[Tensor, Tensor, Tensor | None],
+    tokens: Tensor, to_tokens: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> Tensor:  # fmt: skip
+    """[rows of q, topk + kpool - 1] int32: tokens of the pools, those behind the last whole one, then -1.
+
+    rows: pages of pools, how many pools each row sees, where requests begin (a row each without it).
+    to_tokens: SGLang's table of tokens, or what it adds to positions; and the table's row of each query.
+    """
+    table, lens, starts = rows
+    n, group = len(lens), indexer.index_kpool
+    pool = import_module(_V32_INDEXER).get_token_to_kv_pool()
+    cache = indexer._get_index_k_read_buffer(pool, layer_id)
+    pools, _, chosen = index_topk(
+        q[:n], weights[:n].flatten(1), cache.flatten(1), table, None, row_lens=lens.int(), layout=_LAYOUT,
+        page_size=_PAGE, topk=indexer.index_topk // group, query_start_loc=starts,
+    )  # fmt: skip
+    page_table, offsets, row_index = to_tokens
+    options = {"group_size": group, "token_lens": tokens.int(), "lens": chosen}
+    if page_table is None:
+        one = torch.zeros((1, 1), dtype=torch.int32, device=q.device)
+        found, _ = topk_to_slots(pools, one, page_size=_ONE_PAGE, next_n=max(n, 1), **options)
+    else:
+        row_index = None if row_index is None else row_index[:n].int()
+        found, _ = topk_to_slots(pools, page_table, page_size=1, row_to_request=row_index, **options)
+    if offsets is not None:
+        found = torch.where(found < 0, -1, found + offsets[:n, None]).int()
+    return torch.nn.functional.pad(found, (0, 0, 0, len(q) - n), value=-1)
 
 
 def forward_c4_indexer(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
@@ -229,6 +297,14 @@ _AROUND: dict[str, dict[str, tuple[Hook, tuple[str, ...]]]] = {
                 "topk_result",
             ),
         ),
+    },
+    "GLM-5.3-Flash": {
+        f"{_POOLS_INDEXER}.IndexerKPool.{name}": (
+            hook, ("forward_batch", "layer_id", "q_fp8", "weights", "metadata"),
+        )
+        for name, hook in (
+            ("_get_topk_paged", get_pools_paged), ("_get_topk_ragged_kpool_plan", get_pools_ragged),
+        )
     },
     "V4": {
         f"{_V4_INDEXER}.C4IndexerBackendMixin.forward_c4_indexer": (forward_c4_indexer, ()),

@@ -356,6 +356,12 @@ def register() -> None:
         _LOGGER.warning("%s is not used in vLLM: %s", NAME, reason)
         return
     take_over_indexer()
+    pools = import_module(f"{__package__}.vllm_pools")  # which imports this module
+    reason = pools.why_not()
+    if reason:
+        _LOGGER.info("mla_fp8: the indexer over pools of keys (GLM-5.3-Flash) stays vLLM's: %s", reason)
+    else:
+        pools.take_over()
 
 
 def take_over_indexer() -> None:

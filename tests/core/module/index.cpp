@@ -39,6 +39,45 @@ void quantize_index_k(const IsaKernels& isa, const Array<float>& k, Array<uint8_
   isa.quantize_index_k(params, 0, n);
 }
 
+// Keys and scores [n, 128] as bf16 bits, of one request from position `start` on, whose state is [2, depth,
+// 128]; pool p goes to entry p of one page.
+void pool_index_k(const IsaKernels& isa, const Array<uint16_t>& k, const Array<uint16_t>& score,
+                  Array<uint16_t>& state, const Array<float>& ape, Array<uint8_t>& index_cache, int start) {
+  const int64_t n = k.shape(0), depth = state.shape(1), entries = (start + n) / kPoolSize;
+  if (k.ndim() != 2 || k.shape(1) != kIndexDim || score.size() != k.size() || ape.size() != 4 * kIndexDim ||
+      state.size() != 2 * depth * kIndexDim || depth < kPoolSize ||
+      index_cache.size() < index_layout(IndexLayoutId::kIndexFp8).page_bytes(entries))
+    throw py::value_error("pool_index_k: shapes");
+  Array<int64_t> slots(n);
+  for (int64_t i = 0; i < n; ++i) slots.mutable_data()[i] = (start + i) / kPoolSize;
+  const int32_t starts[] = {0, static_cast<int32_t>(n)}, start_pos = start, state_slot = 0;
+  PoolIndexKParams params{
+      .num_tokens = n,
+      .num_requests = 1,
+      .k = k.data(),
+      .score = score.data(),
+      .k_stride_token = kIndexDim,
+      .score_stride_token = kIndexDim,
+      .query_start_loc = starts,
+      .start_pos = &start_pos,
+      .state_k = state.mutable_data(),
+      .state_score = state.mutable_data() + depth * kIndexDim,
+      .num_states = 1,
+      .depth = depth,
+      .state_k_stride_row = kIndexDim,
+      .state_score_stride_row = kIndexDim,
+      .state_slots = &state_slot,
+      .ape = ape.data(),
+      .slot_mapping = slots.data(),
+      .slots_are_int64 = true,
+      .num_slots = entries,
+      .page_size = entries,
+      .scaling = {IndexScaleFormat::kUe8m0, index_layout(IndexLayoutId::kIndexFp8).amax_floor},
+      .kv_cache = index_cache.mutable_data(),
+  };
+  isa.pool_index_k(params, 0, 1 + n);
+}
+
 // Attention's q_pe [tokens, heads, 2 * half] and the indexer's q [tokens, heads, 128] as bf16 bits, token t
 // at position t. Returns q_pe rotated, the codes, scales of e2m1, and the weights.
 py::tuple prepare_queries(const IsaKernels& isa, const Array<uint16_t>& q_pe, const Array<uint16_t>& index_q,
@@ -143,6 +182,9 @@ void bind_index(py::module_& m) {
   m.def("quantize_index_k", &quantize_index_k, py::arg("isa"), py::arg("k").noconvert(),
         py::arg("index_cache").noconvert(), py::kw_only(), py::arg("layout"), py::arg("scale_format"),
         py::arg("amax_floor"), py::arg("hadamard"));
+  m.def("pool_index_k", &pool_index_k, py::arg("isa"), py::arg("k").noconvert(), py::arg("score").noconvert(),
+        py::arg("state").noconvert(), py::arg("ape").noconvert(), py::arg("index_cache").noconvert(),
+        py::arg("start"));
   m.def("prepare_queries", &prepare_queries, py::arg("isa"), py::arg("q_pe").noconvert(),
         py::arg("index_q").noconvert(), py::arg("cos"), py::arg("sin"), py::kw_only(), py::arg("is_neox"),
         py::arg("is_first"), py::arg("hadamard"), py::arg("layout"), py::arg("scale_format"));
