@@ -270,12 +270,12 @@ def resolve_hot_rows(device: str, size: Size = SIZE) -> Call:
     entries = torch.randint(-1, 6 * PAGE_SIZE, (n, topk), dtype=torch.int32, device=device)
     held = torch.full((n + 1, 2 * topk), -1, dtype=torch.int32, device=device)
     order = torch.arange(2 * topk, dtype=torch.int16, device=device).repeat(n + 1, 1)
-    pages = torch.arange(6 * n, dtype=torch.int32, device=device).view(n, 6)
-    tables = (pages, torch.arange(n * topk, dtype=torch.int32, device=device).view(n, topk), pages % 2 - 1)
+    pages = torch.arange(6 * (n + 1), dtype=torch.int32, device=device).view(n + 1, 6)
+    hot_pages = torch.arange(n * topk, dtype=torch.int32, device=device).view(n, topk)
     sizes = {"num_host_rows": 6 * n * PAGE_SIZE, "host_page_size": PAGE_SIZE, "hot_page_size": 2}
     states = torch.arange(n, 0, -1, dtype=torch.int32, device=device)
-    counters = torch.zeros(2, dtype=torch.int64, device=device)
-    return (entries, held, order, *tables), sizes | {"state_rows": states, "counters": counters}
+    options = {"state_rows": states, "counters": torch.zeros(2, dtype=torch.int64, device=device)}
+    return (entries, held, order, pages[:n], hot_pages, pages % 2 - 1), sizes | options
 
 
 def copy_host_rows(device: str, size: Size = SIZE) -> Call:

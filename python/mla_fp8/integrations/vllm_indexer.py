@@ -359,7 +359,7 @@ def register() -> None:
     pools = import_module(f"{__package__}.vllm_pools")  # which imports this module
     reason = pools.why_not()
     if reason:
-        _LOGGER.info("mla_fp8: the indexer over pools of keys (GLM-5.3-Flash) stays vLLM's: %s", reason)
+        say_once(f"mla_fp8: the indexer over pools of keys (GLM-5.3-Flash) stays vLLM's: {reason}")
     else:
         pools.take_over()
 
