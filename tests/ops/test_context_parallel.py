@@ -206,6 +206,7 @@ def run_rank(rank: int, world_size: int, interleave: int, port: int, errors) -> 
         raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size, interleave", [(2, 1), (4, 64)])
 def test_processes_exchange_what_one_process_adds_up_bit_for_bit(world_size, interleave):
     with socket.socket() as free:

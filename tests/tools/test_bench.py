@@ -234,6 +234,7 @@ def test_the_chart_keeps_what_is_off_its_scale_at_the_ends():
     assert chart.column(1e-3) == 0 and chart.column(1e6) == chart.column(chart.TICKS[-1])
 
 
+@pytest.mark.slow
 def test_progress_is_a_line_per_benchmark_where_nobody_watches(capsys):
     assert run("pad_q_heads", "merge_attention_states", "--smoke", "--only", "no such case") == 0
     said = re.sub(r", \d+ s\]", "]", capsys.readouterr().err)

@@ -67,6 +67,7 @@ def test_a_folder_is_no_recording(capsys, tmp_path):
     assert capsys.readouterr().err == f"mla_fp8 replay: {tmp_path} is not a file\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["--help"], ["doctor"], ["demo", "--help"], ["replay", "nothing"]], ids=str
 )

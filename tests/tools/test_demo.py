@@ -47,6 +47,7 @@ def teacher_forced(workload: Workload) -> TeacherForced:
     return teacher
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_tables_and_exit_status(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *SMALL, "--all", "--model", model, "--out", str(tmp_path)]) == 0

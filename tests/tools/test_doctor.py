@@ -107,6 +107,7 @@ def without_library(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_report_is_there_where_the_cpu_library_is_not(without_library):
     failed = run(without_library, "doctor")
     first = failed.stdout.partition("\n")[0]

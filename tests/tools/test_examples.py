@@ -21,6 +21,7 @@ def run(name: str, *options: object, cwd: Path | None = None) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAYS)
 def test_an_example_runs_and_says_what_it_found(name: str, device: str, tmp_path: Path) -> None:
     done = run(name, "--device", device, cwd=tmp_path)
@@ -39,6 +40,7 @@ def flags(engine: str, model: str, *options: str) -> str:
     return run("serve", engine, model, "--check", *options).stdout.splitlines()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "model", "expected"),
     [
@@ -58,6 +60,7 @@ def test_the_recipe_of_an_engine_has_the_flags_of_the_guide(engine: str, model: 
     assert expected in guide.replace("\\\n  ", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_recipe_says_what_is_missing_and_starts_nothing(engine: str) -> None:
     if importlib.util.find_spec(engine) is not None:
