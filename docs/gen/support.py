@@ -16,8 +16,8 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("prepare_keys", "prepare_queries"),
     ),
     (
-        "indices for prefill", "emulated",
-        ("build_swa_token_ids", "combine_topk_swa_indices", "combine_topk_swa_indices_ragged"),
+        "indices for prefill; pad heads", "emulated",
+        ("build_swa_token_ids", "combine_topk_swa_indices", "combine_topk_swa_indices_ragged", "pad_q_heads"),
     ),
     ("attend in decode", "emulated, portable kernel", ("sparse_decode",)),
     (
@@ -30,17 +30,14 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     (
         "the indexer; keys that neighbours share", "emulated, portable kernel",
-        ("quantize_index_k", "pool_index_k", "index_logits", "index_logits_ragged", "index_topk",
-         "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots",
-         "merge_topk", "plan_shared_keys"),
+        ("quantize_index_k", "index_logits", "index_logits_ragged", "index_topk", "index_topk_ragged",
+         "index_topk_blocks", "index_topk_ragged_blocks", "topk_to_slots", "plan_shared_keys"),
     ),
+    ("join results", "emulated", ("merge_attention_states", "merge_partial_states")),
     (
-        "join results; pad heads", "emulated",
-        ("merge_attention_states", "merge_partial_states", "pad_q_heads"),
-    ),
-    (
-        "rows in host memory", "emulated",
-        ("resolve_hot_rows", "copy_host_rows", "store_host_rows", "forget_rows"),
+        "rows in host memory, pools, ranks", "emulated",
+        ("resolve_hot_rows", "copy_host_rows", "store_host_rows", "forget_rows", "pool_index_k",
+         "merge_topk"),
     ),
 )  # fmt: skip
 

@@ -39,8 +39,8 @@ def decode_hot_rows(
 
     Experimental. By default attention waits for the copies: :func:`copy_host_rows`, then
     :func:`sparse_decode`. Without waiting it attends to what is there while rows are copied on another
-    stream, then to these, and joins both. Each part is rounded to bfloat16 then, and bits depend on what was
-    there.
+    stream, then to the copied rows, and joins both. Each part is rounded to bfloat16, and bits depend on
+    which rows were there.
 
     Args:
         q: As in :func:`sparse_decode`.
@@ -58,8 +58,8 @@ def decode_hot_rows(
         extra_kv_cache: A second cache, in the same softmax: such as V4's window.
         extra_indices: [num_tokens, extra_topk] int32, of the second cache.
         extra_page_size: Rows of a page of the second cache.
-        wait: For the copies, before attention.
-        next_n: As in the call that planned; without waiting alone.
+        wait: Whether attention waits for the copies.
+        next_n: As in the call that planned. Only ``wait=False`` looks at it.
         copy_stream: Of the copies without waiting, by default one of PyTorch's pool. They begin behind what
             is on the caller's stream, which waits for their end.
         max_blocks: As in :func:`copy_host_rows`.
