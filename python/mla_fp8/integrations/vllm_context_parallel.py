@@ -101,8 +101,8 @@ def merges() -> bool:
 
 
 def merges_decode(lens: Tensor) -> bool:
-    """Whether vLLM merges what ranks choose in decode: that of the metadata with these lengths."""
-    if num_ranks() == 1 or not merges():
+    """Whether vLLM merges what ranks choose for these lengths of decode: as the step's metadata says."""
+    if not merges() or num_ranks() == 1:
         return False
     for metadata in import_module(INDEXER).get_forward_context().attn_metadata.values():
         step: Any = getattr(metadata, "decode", None)

@@ -264,14 +264,13 @@ def around_get_indexer_topk(original: Callable[..., Any], backend: str) -> Calla
 def around_top_k_per_row_prefill(original: Callable[..., None], *args: Any, **options: Any) -> None:
     given = dict(zip(probes.parameters(original) or (), args, strict=False)) | options
     logits = given["logits"]
-    merged = vllm_context_parallel.num_ranks() > 1
-    if isinstance(logits, Logits) and not _chosen(
-        logits, given["raw_topk_indices"], given["topk_tokens"], merged
+    if not isinstance(logits, Logits):
+        original(*args, **options)
+    elif not _chosen(
+        logits, given["raw_topk_indices"], given["topk_tokens"], vllm_context_parallel.num_ranks() > 1
     ):
         logits = _as_made(logits)
         original(**given | {"logits": logits, "stride0": logits.stride(0), "stride1": logits.stride(1)})
-    elif not isinstance(logits, Logits):
-        original(*args, **options)
 
 
 def _chosen(logits: Tensor, out: Tensor, topk: int, merged: bool) -> bool:
