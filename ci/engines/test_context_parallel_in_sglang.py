@@ -6,15 +6,13 @@ import without_gpu
 
 without_gpu.pretend_sglang()
 
-import multiprocessing
 import os
-import socket
-import traceback
 from functools import cache
 from types import SimpleNamespace
 
 os.environ["SGLANG_PLUGINS"] = "mla_fp8,mla_fp8_context_parallel"
 
+import forked_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,45 +112,19 @@ class Rank:
         return out.view(ROWS, self.heads, V)
 
 
-def run_rank(world: int, rank: int, port: int, results) -> None:
-    try:
-        torch.set_num_threads(1)
+@cache
+def of_ranks(world: int) -> list[dict]:
+    def run(rank: int) -> dict:
         plugin.register()
         sglang_context_parallel.register()
         HookRegistry.apply_hooks()
-        if world > 1:
-            dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=world, rank=rank)
         found = {}
         for kind in BACKENDS:
             made = Rank(world, rank, kind)
             found |= {(kind, mode): made.attend(mode).float().numpy() for mode in MODES}
-        results.put((rank, found))
-    except BaseException as error:
-        results.put((rank, f"rank {rank} of {world}: {error!r}\n{traceback.format_exc()}"))
-        raise
+        return found
 
-
-@cache
-def of_ranks(world: int) -> list[dict]:
-    """Forked, because importing SGLang again takes longer than the rest."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    ranks = [
-        context.Process(target=run_rank, args=(world, r, port, results), daemon=True) for r in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    found: dict[int, dict] = {}
-    for _ in ranks:
-        rank, result = results.get(timeout=120)
-        assert isinstance(result, dict), result
-        found[rank] = result
-    for process in ranks:
-        process.join(20)
-    return [found[r] for r in range(world)]
+    return forked_ranks.of_ranks(world, run)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -6,14 +6,12 @@ import without_gpu
 
 without_gpu.pretend_vllm()
 
-import multiprocessing
 import os
-import socket
-import traceback
 from functools import cache
 from types import SimpleNamespace
 
 import engine_standins
+import forked_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -282,9 +280,9 @@ def plug_in() -> None:
         mla_fp8_plugins.vllm_context_parallel()
 
 
-def run_rank(world: int, rank: int, interleave: int, port: int, results) -> None:
-    try:
-        torch.set_num_threads(1)
+@cache
+def of_ranks(world: int, interleave: int) -> list[dict]:
+    def run(rank: int) -> dict:
         os.environ["VLLM_USE_DIRECT_DCP_Q_GATHER"] = "0"  # it needs multicast
         plug_in()
         torch.accelerator.empty_cache = lambda: None
@@ -293,42 +291,15 @@ def run_rank(world: int, rank: int, interleave: int, port: int, results) -> None
         kind._convert_logical_to_physical_topk = lambda impl, topk, metadata, **options: convert(
             metadata.req_id_per_token[: len(topk)], metadata.block_table, topk, **options
         )
-        if world > 1:
-            dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=world, rank=rank)
         found = {}
         for dtype in CACHES:
             made = Rank(world, rank, interleave, dtype)
             for name, (requests, decodes) in STEPS.items():
                 out, chosen = made.attend(Step(requests, decodes, dtype))
                 found[dtype, name] = out.float().numpy(), chosen.numpy()
-        results.put((rank, found))
-    except BaseException as error:
-        results.put((rank, f"rank {rank} of {world}: {error!r}\n{traceback.format_exc()}"))
-        raise
+        return found
 
-
-@cache
-def of_ranks(world: int, interleave: int) -> list[dict]:
-    """Forked, because importing vLLM again takes longer than the rest."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    ranks = [
-        context.Process(target=run_rank, args=(world, r, interleave, port, results), daemon=True)
-        for r in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    found: dict[int, dict] = {}
-    for _ in ranks:
-        rank, result = results.get(timeout=120)
-        assert isinstance(result, dict), result
-        found[rank] = result
-    for process in ranks:
-        process.join(20)
-    return [found[r] for r in range(world)]
+    return forked_ranks.of_ranks(world, run)
 
 
 @pytest.mark.parametrize("world, interleave", WORLDS)

@@ -3,6 +3,7 @@ import itertools
 import hypothesis.strategies as st
 import pytest
 import torch
+from call_chains import chains, quick
 from compress_cases import (
     EPS,
     KIND_IDS,
@@ -15,7 +16,7 @@ from compress_cases import (
     same_bits,
     window_of,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from kv_cache_cases import INT32, INT64, layer_scale
 
 import mla_fp8
@@ -23,25 +24,6 @@ from mla_fp8 import KV_LAYOUTS, layer_reference
 
 kinds = pytest.mark.parametrize("ratio, online", KINDS, ids=KIND_IDS)
 LENGTH = {1: 9, 2: 21, 4: 45, 128: 270}  # of a request in the random chains
-quick = settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-@st.composite
-def chains(draw, n: int, most: int):
-    """(accepted, rejected) of calls over n tokens: single tokens, drafts, chunks."""
-    cuts, rejected = [], []
-    while sum(cuts) < n:
-        left = n - sum(cuts)
-        kind = draw(st.sampled_from(["token", "draft", "chunk"]))
-        longest = {"token": 1, "draft": most, "chunk": left}[kind]
-        cuts.append(draw(st.integers(1, min(longest, left))))
-        rejected.append(draw(st.integers(0, min(most, n - sum(cuts)))) if kind == "draft" else 0)
-    return cuts, rejected
 
 
 @kinds

@@ -1,8 +1,9 @@
 import hypothesis.strategies as st
 import pytest
 import torch
+from call_chains import chains, quick
 from error_cases import check_refused, misaligned, transposed
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from kv_cache_cases import INT32, INT64
 from pool_cases import LAYOUT, PAGE_SIZE, POISON, POOL, Layer, chain, depth_of, entries, live_rows, same_bits
 
@@ -10,25 +11,6 @@ import mla_fp8
 from mla_fp8 import index_reference as reference
 
 LENGTH = 45  # of a request in the chains
-quick = settings(
-    max_examples=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-@st.composite
-def chains(draw, n: int, most: int):
-    """(accepted, rejected) of calls over n tokens: single tokens, drafts, chunks."""
-    cuts, rejected = [], []
-    while sum(cuts) < n:
-        left = n - sum(cuts)
-        kind = draw(st.sampled_from(["token", "draft", "chunk"]))
-        longest = {"token": 1, "draft": most, "chunk": left}[kind]
-        cuts.append(draw(st.integers(1, min(longest, left))))
-        rejected.append(draw(st.integers(0, most)) if kind == "draft" else 0)
-    return cuts, rejected
 
 
 @quick
@@ -42,7 +24,9 @@ def test_one_call_gives_the_bits_of_every_chain_of_calls(device, data):
     layer = Layer(device, strided=data.draw(st.booleans(), label="strided"))
     rows, whole, parts = layer.rows(n), layer.new_state(2, most), layer.new_state(2, most)
     cache = chain(layer, rows, [n], [0], whole)
-    cache_of_parts = chain(layer, rows, *data.draw(chains(n, most), label="accepted, rejected"), parts)
+    cache_of_parts = chain(
+        layer, rows, *data.draw(chains(n, most, past_end=True), label="accepted, rejected"), parts
+    )
     assert same_bits(entries(cache_of_parts, 0, n // POOL), entries(cache, 0, n // POOL))
     assert same_bits(live_rows(parts, 1, n), live_rows(whole, 1, n))
 
