@@ -81,7 +81,7 @@ ifndef WHOLE  # what takes minutes: an H200 runs it, or another test of the same
   NOT_EMULATED += or (keys_of_long_rows and not lens4)
   NOT_EMULATED += or (keys_have_no_room and 64 and not lens0)
   NOT_EMULATED += or (rows_of_short_contexts and 16-many)
-  NOT_EMULATED += or (cuda.py and not (every_variant and 9 and two and not 16s))
+  NOT_EMULATED += or (attention_cuda.py and not (every_variant and 9 and two and not 16s))
   NVIDIA_OPS = nope_envelope pool_index_k prepare_keys prepare_queries query_groups sparse_decode sparse_prefill.py sparse_prefill_entries index_logits index_topk quantize_index_k paged_attention_ragged_latent \
     resolve_hot_rows copy_host_rows forget_rows merge_topk merge_partial topk_to_slots
 endif
@@ -95,7 +95,8 @@ machine: build $(addprefix machine-,$(MACHINES))  ## 10 min   GPU libraries' cod
 # In CI every library is there: pytest says which one is not.
 machine-sm_%:
 	[ -z "$$CI" -a ! -e build/tests/libmla_fp8_emulated_cuda.so ] || $(EMULATED) --emulated sm_$* \
-	  tests/kernels/test_sparse_attention_cuda.py tests/kernels/test_shared_keys.py $(call tests_of,$(NVIDIA_OPS))
+	  tests/kernels/test_sparse_attention_cuda.py tests/kernels/test_shared_keys.py \
+	  tests/kernels/test_context_parallel_cuda.py $(call tests_of,$(NVIDIA_OPS))
 
 machine-gfx%:
 	[ -z "$$CI" -a ! -e build/tests/libmla_fp8_emulated.so ] || $(EMULATED) --emulated gfx$* \

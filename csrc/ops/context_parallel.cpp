@@ -42,9 +42,10 @@ constexpr int64_t kVector = 8;  // bf16 of 16 bytes
 void _gather_queries(const Tensor& q, std::vector<int64_t> peers, int64_t rank, double time_limit,
                      Tensor queries, Tensor flags, Tensor calls) {
   const Check check("_gather_queries");
+  const PeerMemory memory = check_memory(check, q, "q", peers, rank, flags, calls, time_limit);
   const Arg a = check(q, "q"), b = check(queries, "queries");
   a.dtype({ScalarType::BFloat16}).shape({-1, -1, -1}).last_dim_contiguous().aligned(16);
-  const int64_t world_size = static_cast<int64_t>(peers.size()), tokens = a.size(0), heads = a.size(1);
+  const int64_t world_size = memory.world_size, tokens = a.size(0), heads = a.size(1);
   b.same_device_as(q, "q")
       .dtype({ScalarType::BFloat16})
       .shape({-1, world_size * heads, a.size(2)})
@@ -54,7 +55,7 @@ void _gather_queries(const Tensor& q, std::vector<int64_t> peers, int64_t rank, 
              a.size(2));
   check.that(tokens <= b.size(0), "q must have at most ", b.size(0), " tokens, got ", tokens);
   const GatherQueriesParams params{
-      .memory = check_memory(check, q, "q", peers, rank, flags, calls, time_limit),
+      .memory = memory,
       .num_tokens = tokens,
       .num_heads = heads,
       .head_dim = a.size(2),
@@ -71,8 +72,9 @@ void _exchange_states(const Tensor& out, const Tensor& lse, const OptionalTensor
                       std::vector<int64_t> peers, int64_t rank, double time_limit, Tensor outs, Tensor lses,
                       Tensor flags, Tensor calls, Tensor merged, Tensor merged_lse) {
   const Check check("_exchange_states");
+  const PeerMemory memory = check_memory(check, outs, "outs", peers, rank, flags, calls, time_limit);
   const Arg o = check(out, "out"), all = check(outs, "outs"), m = check(merged, "merged");
-  const auto world_size = static_cast<int64_t>(peers.size());
+  const int64_t world_size = memory.world_size;
   all.dtype({ScalarType::BFloat16}).shape({2, world_size, -1, -1, -1}).contiguous().aligned(16);
   const int64_t max_tokens = all.size(2), heads = all.size(3), dim = all.size(4);
   o.same_device_as(outs, "outs")
@@ -99,7 +101,7 @@ void _exchange_states(const Tensor& out, const Tensor& lse, const OptionalTensor
       .aligned(16);
   check.that(base > 1 && std::isfinite(base), "base must be finite and above 1, got ", base);
   const ExchangeStatesParams params{
-      .memory = check_memory(check, outs, "outs", peers, rank, flags, calls, time_limit),
+      .memory = memory,
       .num_tokens = tokens,
       .num_heads = heads,
       .head_dim = dim,

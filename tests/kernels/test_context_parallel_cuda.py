@@ -81,10 +81,10 @@ def test_partial_results_are_merged_as_merge_partial_states_does(
     world_size, tokens, base, device, monkeypatch
 ):
     ranks = Ranks(monkeypatch, world_size, device, base=base)
-    ranks.raise_flags("state_flags")
     heads = HEADS * world_size
     sink = torch.randn(heads, device=device)
     for call in range(1, 4):  # the halves of the memory in turn
+        ranks.raise_flags("state_flags")  # a call lowers its flags to its own number
         outs = torch.randn(world_size, tokens, heads, 512, device=device).bfloat16()
         lses = 3 * torch.randn(world_size, tokens, heads, device=device)
         gone = torch.rand(lses.shape, device=device) < 0.3
