@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .ops.index_topk import index_topk_counters, index_topk_workspace
 
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}  # of device and stream
+_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}  # of device and stream; the last one stays 0
 
 
 def index_buffers(rows: int, topk: int, device: torch.device, **sizes: int) -> dict[str, Any]:
@@ -32,5 +32,11 @@ def counters(device: torch.device) -> Tensor | None:
         return None
     key = device, torch.cuda.current_stream(device).cuda_stream
     if key not in _COUNTERS and not torch.cuda.is_current_stream_capturing():
-        _COUNTERS[key] = torch.zeros(index_topk_counters(device), dtype=torch.int32, device=device)
+        _COUNTERS[key] = torch.zeros(index_topk_counters(device) + 1, dtype=torch.int32, device=device)
     return _COUNTERS.get(key)
+
+
+def one_page(device: torch.device) -> Tensor:
+    """[1, 1] int32: the page table of a request whose only page is 0."""
+    kept = counters(device)
+    return torch.zeros((1, 1), dtype=torch.int32, device=device) if kept is None else kept[-1:, None]

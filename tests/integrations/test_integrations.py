@@ -11,7 +11,7 @@ from sparse_cases import V4_SCOPES, make_case, packed_layouts
 
 import mla_fp8_plugins
 from mla_fp8 import KV_LAYOUTS, probes
-from mla_fp8.integrations import attend, flash_mla_calls, layer_ops, log, sglang, vllm
+from mla_fp8.integrations import attend, flash_mla_calls, log, sglang, vllm
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
 NAN = float("nan")
@@ -22,9 +22,7 @@ NAN = float("nan")
     [
         ("vllm", mla_fp8_plugins.vllm),
         ("vllm", vllm.register_flash_mla_calls),
-        ("vllm", layer_ops.register_vllm),
         ("sglang", sglang.register),
-        ("sglang", layer_ops.register_sglang),
     ],
 )
 def test_without_the_engine_an_entry_point_says_so_and_raises_nothing(engine, register, caplog, monkeypatch):

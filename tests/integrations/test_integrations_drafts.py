@@ -68,9 +68,9 @@ def step(device, requests=None, queries=DRAFTS):
 def backend(monkeypatch, names=VLLM_NAMES):
     engine_standins.vllm(monkeypatch, names)
     mla_fp8_plugins.vllm()
-    vllm.register_flash_mla_calls()
+    mla_fp8_plugins.vllm_flash_mla()
     for _ in range(2):
-        vllm.register_query_groups()
+        mla_fp8_plugins.vllm_query_groups()
     return vllm.SparseBackend.get_impl_cls()
 
 
@@ -282,7 +282,7 @@ def test_a_layer_whose_interface_changed_is_named_and_keeps_its_own(monkeypatch,
 @pytest.mark.parametrize("names", [None, ["mla_fp8"], ["mla_fp8", "mla_fp8_flash_mla"]], ids=str)
 def test_vllm_has_no_groups_unless_it_names_them(names, monkeypatch, caplog):
     engine = engine_standins.vllm(monkeypatch, names)
-    vllm.register_query_groups()
+    mla_fp8_plugins.vllm_query_groups()
     layer = engine.modules[vllm_v4.MODULES["DeepSeek V4"]].DeepseekV4FlashMLAAttention
     assert not drafts.switched_on() and not caplog.records
     assert layer._forward_decode is engine_standins.DeepseekV4FlashMLAAttention._forward_decode

@@ -10,6 +10,7 @@ import torch
 from assertions import assert_attention, assert_same
 from draft_cases import calls_of_groups, draft_case, groups, many, without_lengths
 
+import mla_fp8_plugins
 from mla_fp8 import KV_LAYOUTS
 from mla_fp8.integrations import drafts, flash_mla_calls, sglang
 from mla_fp8.testing import assert_within_flash_mla_tolerance
@@ -135,7 +136,7 @@ def test_layers_of_sglang_that_skip_the_choice_of_keys_share_lists(monkeypatch, 
 @pytest.mark.parametrize("named", ["", "mla_fp8"])
 def test_sglang_has_no_groups_unless_it_names_them(named, monkeypatch):
     registered = engine_standins.sglang(monkeypatch, named)
-    sglang.register_query_groups()
+    mla_fp8_plugins.sglang_query_groups()
     assert not registered and not drafts.switched_on()
 
 

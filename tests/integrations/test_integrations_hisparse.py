@@ -12,6 +12,7 @@ import peer_standins
 import pytest
 import torch
 
+import mla_fp8_plugins
 from mla_fp8 import KV_LAYOUTS
 from mla_fp8.integrations import hisparse
 
@@ -57,7 +58,7 @@ def installed(monkeypatch, engine, plugins):
 def test_nothing_is_taken_over_unless_the_list_names_us(engine, monkeypatch):
     kernels, _, registered = installed(monkeypatch, engine, None if engine == "vllm" else "mla_fp8")
     before = dict(vars(kernels))
-    REGISTER[engine]()
+    getattr(mla_fp8_plugins, f"{engine}_hisparse")()
     assert vars(kernels) == before and (engine == "vllm" or not registered)
 
 

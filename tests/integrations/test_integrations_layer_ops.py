@@ -8,6 +8,7 @@ import peer_standins
 import pytest
 import torch
 
+import mla_fp8_plugins
 from mla_fp8 import KV_LAYOUTS
 from mla_fp8.compat import sglang_layer, vllm
 from mla_fp8.integrations import layer_ops
@@ -46,10 +47,10 @@ def function(engine, name):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_is_taken_over_unless_the_list_names_us(engine, monkeypatch):
-    modules, register, _, others = ENGINES[engine]
+    modules, _, _, others = ENGINES[engine]
     installed(monkeypatch, engine, others)
     before = {name: function(engine, name) for functions in modules.values() for name in functions}
-    register()
+    getattr(mla_fp8_plugins, f"{engine}_layer_ops")()
     assert all(function(engine, name) is x for name, x in before.items())
 
 

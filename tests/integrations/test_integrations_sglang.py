@@ -10,6 +10,7 @@ import pytest
 import torch
 from sparse_cases import V4_SCOPES, make_case
 
+import mla_fp8_plugins
 from mla_fp8 import KV_LAYOUTS
 from mla_fp8.integrations import attend, flash_mla_calls, log, sglang, sglang_v41_rows
 from mla_fp8.testing import assert_within_flash_mla_tolerance
@@ -28,7 +29,7 @@ def everything_is_logged(caplog):
 @pytest.mark.parametrize("plugins", ["", "other", "mla_fp8x"])
 def test_sglang_is_left_alone_unless_it_names_us(plugins, monkeypatch, caplog):
     registered = engine_standins.sglang(monkeypatch, plugins)
-    sglang.register()
+    mla_fp8_plugins.sglang()
     assert not registered and "SGLANG_PLUGINS=mla_fp8" in caplog.records[-1].getMessage()
 
 
@@ -217,7 +218,7 @@ def choose(registered):
 @pytest.mark.parametrize("named", ["", "mla_fp8", "mla_fp8_v41_rows"])
 def test_v41s_rows_are_sglangs_choice_unless_both_switches_are_named(named, monkeypatch, caplog):
     registered = engine_standins.sglang(monkeypatch, named)
-    sglang_v41_rows.register()
+    mla_fp8_plugins.sglang_v41_rows()
     assert not registered and ("has to name mla_fp8, too" in caplog.text) == (named == "mla_fp8_v41_rows")
 
 

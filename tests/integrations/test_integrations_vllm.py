@@ -216,7 +216,7 @@ def test_calls_with_a_parameter_that_we_do_not_know_are_not_taken_over(monkeypat
 @pytest.mark.parametrize("plugins", [None, [], ["mla_fp8"]], ids=str)
 def test_flash_mlas_calls_stay_where_they_are_unless_we_are_named(plugins, monkeypatch):
     engine = engine_standins.vllm(monkeypatch, plugins)
-    vllm.register_flash_mla_calls()
+    mla_fp8_plugins.vllm_flash_mla()
     calls = engine.modules["vllm.v1.attention.ops.flashmla"]
     assert calls.flash_mla_with_kvcache.__code__ is peer_standins.flash_mla_with_kvcache.__code__
 

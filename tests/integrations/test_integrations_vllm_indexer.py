@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm_indexer_cases import Keys, Row
 
+import mla_fp8_plugins
 from mla_fp8.integrations import vllm_indexer
 
 TOPK = 32
@@ -114,7 +115,7 @@ def engine(monkeypatch, caplog):
 @pytest.mark.parametrize("plugins", [None, [], ["mla_fp8", "mla_fp8_flash_mla"]])
 def test_nothing_is_taken_over_unless_the_list_names_us(plugins, monkeypatch):
     module = Engine(monkeypatch, plugins).module
-    vllm_indexer.register()
+    mla_fp8_plugins.vllm_index_topk()
     assert module.fp8_fp4_paged_mqa_logits is fp8_fp4_paged_mqa_logits
     assert module.get_indexer_topk is get_indexer_topk
     assert module.ops.top_k_per_row_prefill is top_k_per_row_prefill

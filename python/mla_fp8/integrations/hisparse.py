@@ -7,23 +7,19 @@ GLM-5 in both, in SGLang V4's entries of ratio 4. SGLang's form for drafts stays
 """
 
 import inspect
-import logging
 from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from mla_fp8_plugins import named_in_sglang, named_in_vllm
-
 from .. import probes
 from ..compat import sglang_hisparse as for_sglang
 from ..compat import vllm_hisparse as for_vllm
 from .flash_mla_calls import take_over
-from .hooks import Given, Op, hook
+from .hooks import Given, Op, hook, register_in_sglang
 from .log import say_once
 
 NAME = "mla_fp8_hisparse"
-_LOGGER = logging.getLogger("mla_fp8")
 _AMD = "these ops have no kernels for AMD GPUs"
 _RUNTIME = "vllm.v1.hisparse.runtime"
 _KERNELS = "sglang.kernels.ops.kvcache.hisparse"
@@ -81,36 +77,26 @@ HOOKS = {f"{_KERNELS}.{name}": hook(*op) for name, op in SGLANG.items()}
 
 
 def register_vllm() -> None:
-    """Entry point of vLLM: takes over its ops if VLLM_PLUGINS names us, all of them or none. Re-entrant."""
-    reason = probes.why_not_call({"vllm.envs": {}})
+    """Entry point of vLLM: takes over its ops, all of them or none. Re-entrant."""
+    reason = why_not_vllm()
     if reason:
-        _LOGGER.warning("%s is not used in vLLM: %s", NAME, reason)
-    elif NAME in named_in_vllm():
-        reason = why_not_vllm()
-        if reason:
-            say_once(f"mla_fp8: HiSparse stays vLLM's: {reason}")
-            return
-        take_over(torch.ops._C_cache_ops, {name: hook(*op) for name, op in VLLM.items()})
-        say_once("mla_fp8 finds and copies the rows of HiSparse, but for what a call refuses")
+        say_once(f"mla_fp8: HiSparse stays vLLM's: {reason}")
+        return
+    take_over(torch.ops._C_cache_ops, {name: hook(*op) for name, op in VLLM.items()})
+    say_once("mla_fp8 finds and copies the rows of HiSparse, but for what a call refuses")
 
 
 def register_sglang() -> None:
-    """Entry point of SGLang: registers hooks if SGLANG_PLUGINS names us, all of them or none."""
-    reason = probes.why_not_call({"sglang.srt.environ": {}})
+    """Entry point of SGLang: registers hooks, all of them or none."""
+    reason = why_not_sglang()
     if reason:
-        _LOGGER.warning("%s is not used in SGLang: %s", NAME, reason)
-    elif NAME in named_in_sglang():
-        reason = why_not_sglang()
-        if reason:
-            say_once(f"mla_fp8: HiSparse stays SGLang's: {reason}")
-            return
-        registry = import_module("sglang.srt.plugins.hook_registry")
-        for target, around in HOOKS.items():
-            registry.HookRegistry.register(target, around, registry.HookType.AROUND)
-        say_once(
-            "mla_fp8 finds and copies the rows of HiSparse, but for what a call refuses. SGLang's own: the "
-            "form for drafts, MiniMax M3"
-        )
+        say_once(f"mla_fp8: HiSparse stays SGLang's: {reason}")
+        return
+    register_in_sglang(HOOKS)
+    say_once(
+        "mla_fp8 finds and copies the rows of HiSparse, but for what a call refuses. SGLang's own: the "
+        "form for drafts, MiniMax M3"
+    )
 
 
 def why_not_vllm() -> str | None:

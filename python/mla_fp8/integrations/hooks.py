@@ -1,6 +1,10 @@
-"""Functions of an engine that ours serve but for some calls, which stay the engine's; it is said once why."""
+"""What takes the place of an engine's functions.
 
-from collections.abc import Callable
+The entry points of mla_fp8_plugins call ``register`` functions once the engine's list names the plug-in.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 from .. import probes
@@ -12,7 +16,10 @@ Op = tuple[Callable[..., Any], Callable[[Given], str | None]]
 
 
 def hook(ours: Callable[..., Any], elsewhere: Callable[[Given], str | None]) -> Callable[..., Any]:
-    """What runs around the engine's function. Where that does not tell its parameters, ours has the same."""
+    """What runs around the engine's function; calls that stay the engine's are said once, with the reason.
+
+    Where the engine's does not tell its parameters, ours has the same.
+    """
 
     def around(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         names = probes.parameters(original) or probes.parameters(ours) or ()
@@ -24,3 +31,10 @@ def hook(ours: Callable[..., Any], elsewhere: Callable[[Given], str | None]) -> 
         return original(*args, **options)
 
     return around
+
+
+def register_in_sglang(hooks: Mapping[str, Callable[..., Any]]) -> None:
+    """``hooks``: target, and what runs around it."""
+    registry = import_module("sglang.srt.plugins.hook_registry")
+    for target, around in hooks.items():
+        registry.HookRegistry.register(target, around, registry.HookType.AROUND)

@@ -7,12 +7,9 @@ of DeepSeek V4 and V4.1 that engines have in Python. SGLang's compressors of rat
 they round rows through FP4; so do both engines' of V4, whose states ours does not read.
 """
 
-import logging
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
-
-from mla_fp8_plugins import named_in_sglang, named_in_vllm
 
 from .. import probes
 from ..compat import sglang_layer as for_sglang
@@ -20,11 +17,11 @@ from ..compat import vllm as for_vllm
 from ..layout import HEAD_DIM_V, KV_LAYOUTS
 from . import sglang_layer, vllm_layer
 from .flash_mla_calls import take_over
-from .hooks import Given, Op, hook
+from .hooks import Given, Op, hook, register_in_sglang
 from .log import say_once
 
 NAME = "mla_fp8_layer_ops"
-_LOGGER = logging.getLogger("mla_fp8")
+_LAYERS = "mla_fp8 takes over the layers of DeepSeek V3.2 and GLM-5, but for what a layer refuses"
 
 
 def _why_not_epilogue(given: Given) -> str | None:
@@ -71,34 +68,24 @@ SGLANG: dict[str, dict[str, Op]] = {
 
 
 def register_vllm() -> None:
-    """Entry point of vLLM: takes over what it has of :data:`VLLM` if VLLM_PLUGINS names us."""
-    reason = probes.why_not_call({"vllm.envs": {}})
+    """Entry point of vLLM: takes over what it has of :data:`VLLM`, and layers."""
+    _take_over(VLLM)
+    reason = vllm_layer.why_not()
     if reason:
-        _LOGGER.warning("%s is not used in vLLM: %s", NAME, reason)
-    elif NAME in named_in_vllm():
-        _take_over(VLLM)
-        reason = vllm_layer.why_not()
-        if reason:
-            say_once(f"mla_fp8: layers of DeepSeek V3.2 and GLM-5 stay vLLM's: {reason}")
-        elif vllm_layer.take_over():
-            say_once("mla_fp8 takes over the layers of DeepSeek V3.2 and GLM-5, but for what a layer refuses")
+        say_once(f"mla_fp8: layers of DeepSeek V3.2 and GLM-5 stay vLLM's: {reason}")
+    elif vllm_layer.take_over():
+        say_once(_LAYERS)
 
 
 def register_sglang() -> None:
-    """Entry point of SGLang: takes over what it has of :data:`SGLANG` if SGLANG_PLUGINS names us."""
-    reason = probes.why_not_call({"sglang.srt.environ": {}})
+    """Entry point of SGLang: takes over what it has of :data:`SGLANG`, and layers."""
+    _take_over(SGLANG)
+    reason = sglang_layer.why_not()
     if reason:
-        _LOGGER.warning("%s is not used in SGLang: %s", NAME, reason)
-    elif NAME in named_in_sglang():
-        _take_over(SGLANG)
-        reason = sglang_layer.why_not()
-        if reason:
-            say_once(f"mla_fp8: layers of DeepSeek V3.2 and GLM-5 stay SGLang's: {reason}")
-            return
-        registry = import_module("sglang.srt.plugins.hook_registry")
-        for target, method in sglang_layer.HOOKS.items():
-            registry.HookRegistry.register(target, method, registry.HookType.AROUND)
-        say_once("mla_fp8 takes over the layers of DeepSeek V3.2 and GLM-5, but for what a layer refuses")
+        say_once(f"mla_fp8: layers of DeepSeek V3.2 and GLM-5 stay SGLang's: {reason}")
+        return
+    register_in_sglang(sglang_layer.HOOKS)
+    say_once(_LAYERS)
 
 
 def why_not(module: str, name: str, ours: Callable[..., Any]) -> str | None:

@@ -1,9 +1,8 @@
 """SGLang: FlashMLA's sparse calls and the gathers before them run on our kernels, for DeepSeek V3.2 and V4.
 
-Entry point ``mla_fp8`` of the group ``sglang.srt.plugins``. SGLang loads every plugin that is installed; this
-one does nothing unless SGLANG_PLUGINS names it. Calls that we do not have (dense decode; V4.1's formats, but
-for sglang_v41_rows.py) go to SGLang's own functions. Tested with SGLang 0.5.23; what it builds on is probed,
-and said if not there.
+Entry point ``mla_fp8`` of the group ``sglang.srt.plugins``. Calls that we do not have (dense decode; V4.1's
+formats, but for sglang_v41_rows.py) go to SGLang's own functions. Tested with SGLang 0.5.23; what it builds
+on is probed, and said if not there.
 """
 
 import logging
@@ -13,12 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from mla_fp8_plugins import UNUSED, named_in_sglang
-
 from .. import probes
 from ..compat import sglang as ours
 from ..layout import KV_LAYOUTS
 from . import attend, drafts, flash_mla_calls, sglang_context_parallel, sglang_indexer, sglang_same_bits
+from .hooks import register_in_sglang
 from .log import say_once
 
 _LOGGER = logging.getLogger("sglang.mla_fp8")
@@ -186,13 +184,10 @@ _FORWARD = ("q", "k", "v", "layer", "forward_batch")
 
 
 def register() -> None:
-    """Entry point: registers the hooks if SGLANG_PLUGINS names ``mla_fp8``, or logs why not."""
+    """Entry point: registers the hooks, or logs why not."""
     reason = why_not()
     if reason:
         _LOGGER.warning("mla_fp8 is not used in SGLang%s: %s", _version(), reason)
-        return
-    if "mla_fp8" not in named_in_sglang():
-        _LOGGER.info(UNUSED)
         return
     padded = {model: why_not_methods(model) for model in METHODS}
     hooks = dict(HOOKS)
@@ -204,9 +199,7 @@ def register() -> None:
         hooks |= sglang_same_bits.HOOKS
     for model, indexer in sglang_indexer.HOOKS.items():
         hooks |= indexer if sglang_indexer.why_not(model) is None else {}
-    registry = import_module("sglang.srt.plugins.hook_registry")
-    for target, hook in hooks.items():
-        registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
+    register_in_sglang(hooks)
     _LOGGER.info(
         "mla_fp8 serves FlashMLA's sparse calls and the gathers before them, for the formats V32, "
         "V32_NO_ROPE and V4; query heads of %s. SGLang's own: the indexer without mla_fp8_index_topk, "
@@ -217,15 +210,12 @@ def register() -> None:
 
 
 def register_query_groups() -> None:
-    """Entry point: drafts of a request go as a group if SGLANG_PLUGINS names ``mla_fp8_query_groups``."""
-    if drafts.NAME not in named_in_sglang():
-        return
+    """Entry point: drafts of a request go as a group."""
     drafts.switch(True)
     module, name, attribute = DRAFTS.rsplit(".", 2)
     reason = probes.why_not_call({module: {f"{name}.{attribute}": _FORWARD}})
     if reason is None:
-        registry = import_module("sglang.srt.plugins.hook_registry")
-        registry.HookRegistry.register(DRAFTS, _forward, registry.HookType.AROUND)
+        register_in_sglang({DRAFTS: _forward})
     _LOGGER.info(
         "mla_fp8: the drafts of a request go as a group where the plan takes it, of V3.2; of V4%s",
         f" not: {reason}" if reason else "",

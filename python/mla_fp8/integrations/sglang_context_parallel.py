@@ -29,6 +29,7 @@ from mla_fp8_plugins import named_in_sglang
 from .. import probes
 from ..context_parallel import Exchange
 from ..ops.topk_to_slots import topk_to_slots
+from .hooks import register_in_sglang
 
 NAME = "mla_fp8_context_parallel"
 _ATTENTION = "sglang.srt.layers.attention.dsa_backend"
@@ -114,18 +115,13 @@ HOOKS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 
 def register() -> None:
-    """Entry point: switches it on and registers the hooks if SGLANG_PLUGINS names us, or logs why not."""
-    names = named_in_sglang()
-    if NAME not in names:
-        return
-    reason = why_not() if "mla_fp8" in names else "SGLANG_PLUGINS does not name mla_fp8"
+    """Entry point: switches it on and registers the hooks, or logs why not."""
+    reason = why_not() if "mla_fp8" in named_in_sglang() else "SGLANG_PLUGINS does not name mla_fp8"
     if reason:
         _LOGGER.warning("%s is not used in SGLang: %s", NAME, reason)
         return
     _state.on = True
-    registry = import_module("sglang.srt.plugins.hook_registry")
-    for target, (hook, _) in HOOKS.items():
-        registry.HookRegistry.register(target, hook, registry.HookType.AROUND)
+    register_in_sglang({target: hook for target, (hook, _) in HOOKS.items()})
 
 
 def why_not() -> str | None:

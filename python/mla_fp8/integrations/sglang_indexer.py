@@ -23,6 +23,7 @@ from torch import Tensor
 from mla_fp8_plugins import named_in_sglang
 
 from .. import probes
+from .._index_buffers import one_page
 from ..compat import sglang_indexer as ours
 from ..index_layout import INDEX_DIM, INDEX_LAYOUTS
 from ..ops.index_topk import index_topk
@@ -180,8 +181,7 @@ def _choose_pools(
     page_table, offsets, row_index = to_tokens
     options = {"group_size": group, "token_lens": tokens.int(), "lens": chosen}
     if page_table is None:
-        one = torch.zeros((1, 1), dtype=torch.int32, device=q.device)
-        found, _ = topk_to_slots(pools, one, page_size=_ONE_PAGE, next_n=max(n, 1), **options)
+        found, _ = topk_to_slots(pools, one_page(q.device), page_size=_ONE_PAGE, next_n=max(n, 1), **options)
     else:
         row_index = None if row_index is None else row_index[:n].int()
         found, _ = topk_to_slots(pools, page_table, page_size=1, row_to_request=row_index, **options)
@@ -358,14 +358,11 @@ def why_not(model: str) -> str | None:
 
 
 def register() -> None:
-    """Entry point: index_topk chooses if SGLANG_PLUGINS names :data:`NAME`, or says why not.
+    """Entry point: index_topk chooses, or it says why not.
 
     The hooks are those of ``mla_fp8``, which look at the switch.
     """
-    named = named_in_sglang()
-    if NAME not in named:
-        return
-    if "mla_fp8" not in named:
+    if "mla_fp8" not in named_in_sglang():
         _LOGGER.warning("%s is not used in SGLang: SGLANG_PLUGINS has to name mla_fp8, too", NAME)
         return
     switch(True)

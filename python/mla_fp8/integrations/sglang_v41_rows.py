@@ -16,6 +16,7 @@ from .. import probes
 from ..compat.sglang import LAYOUTS
 from ..layout import KV_LAYOUTS
 from . import flash_mla_calls, sglang
+from .hooks import register_in_sglang
 from .log import say_once
 
 NAME = "mla_fp8_v41_rows"
@@ -52,15 +53,12 @@ def _select_dsv4_kv_layout(original: Callable[[], Any]) -> Any:
 
 
 def register() -> None:
-    """Entry point: SGLang's pools have V4.1's rows if SGLANG_PLUGINS names :data:`NAME`, or says why not."""
-    if NAME not in named_in_sglang():
-        return
+    """Entry point: SGLang's pools have V4.1's rows, or it says why not."""
     reason = why_not()
     if reason:
         _LOGGER.warning("%s is not used in SGLang: %s", NAME, reason)
         return
-    registry = import_module("sglang.srt.plugins.hook_registry")
-    registry.HookRegistry.register(CHOICE, _select_dsv4_kv_layout, registry.HookType.AROUND)
+    register_in_sglang({CHOICE: _select_dsv4_kv_layout})
     window, entry = (KV_LAYOUTS[LAYOUTS[name]].bytes_per_token for name in _PAGE_SIZES)
     _LOGGER.info(
         "mla_fp8: DeepSeek V4.1's own rows: %d bytes of the window, %d of entries of 1 and 2 tokens; query "

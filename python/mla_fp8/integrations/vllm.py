@@ -21,8 +21,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from mla_fp8_plugins import named_in_vllm
-
 from .. import probes
 from . import drafts, flash_mla_calls, log, vllm_same_bits, vllm_sparse, vllm_v4
 
@@ -53,12 +51,10 @@ _HOOKS: dict[str, tuple[Callable[..., Any], Callable[..., Any], set[str]]] = {
 
 
 def register_flash_mla_calls() -> None:
-    """Entry point: takes over FlashMLA's sparse calls if VLLM_PLUGINS names ``mla_fp8_flash_mla``."""
+    """Entry point: takes over FlashMLA's sparse calls, or logs why not."""
     reason = why_not_calls()
     if reason:
         _LOGGER.warning("mla_fp8 does not take over FlashMLA's calls in vLLM%s: %s", _version(), reason)
-        return
-    if "mla_fp8_flash_mla" not in named_in_vllm():
         return
     hooks = {name: hook for name, (hook, *_) in _HOOKS.items()}
     if not flash_mla_calls.take_over(import_module(_CALLS), hooks):
@@ -78,12 +74,8 @@ def register_flash_mla_calls() -> None:
 
 
 def register_query_groups() -> None:
-    """Entry point: drafts of a request go as a group if VLLM_PLUGINS names ``mla_fp8_query_groups``.
-
-    Re-entrant.
-    """
-    reason = probes.why_not_call({"vllm.envs": {}, "vllm.logger": {"init_logger": ()}})
-    if reason or drafts.NAME not in named_in_vllm() or drafts.switched_on():
+    """Entry point: drafts of a request go as a group. Re-entrant."""
+    if drafts.switched_on():
         return
     drafts.switch(True)
     layers = {model: vllm_v4.why_not(model, vllm_v4.DRAFTS) for model in vllm_v4.MODULES}

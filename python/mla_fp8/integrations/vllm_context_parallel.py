@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fp8_plugins import named_in_vllm
-
 from .. import probes
 from ..context_parallel import Exchange
 from ..layout import HEAD_DIM_V
@@ -58,9 +56,7 @@ _NEEDS: probes.Needs = {
 
 
 def register() -> None:
-    """Entry point: switches it on if VLLM_PLUGINS names us, or logs why not. Re-entrant."""
-    if NAME not in named_in_vllm():
-        return
+    """Entry point: switches it on, or logs why not. Re-entrant."""
     reason = why_not()
     if reason:
         _LOGGER.warning("%s is not used in vLLM: %s", NAME, reason)

@@ -31,8 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_fp8_plugins import named_in_vllm
-
 from .. import probes
 from .._index_buffers import counters
 from ..index_layout import INDEX_DIM, INDEX_LAYOUTS, IndexLayout
@@ -347,9 +345,7 @@ def serves() -> bool:
 
 
 def register() -> None:
-    """Entry point: takes over the indexer if VLLM_PLUGINS names us, or logs why not. Re-entrant."""
-    if NAME not in named_in_vllm():
-        return
+    """Entry point: takes over the indexer, or logs why not. Re-entrant."""
     reason = why_not()
     if reason:
         _LOGGER.warning("%s is not used in vLLM: %s", NAME, reason)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import probes
-from .._index_buffers import counters
+from .._index_buffers import counters, one_page
 from ..index_layout import INDEX_DIM, INDEX_LAYOUTS
 from ..ops.pool_index_k import pool_index_k
 from ..ops.topk_to_slots import topk_to_slots
@@ -147,9 +147,8 @@ def _choose(given: dict[str, Any], own: Any, requests: Requests) -> Tensor:
     seen = torch.empty_like(lens)
     torch.add(given["positions"][:n], 1, out=seen)
     topk_to_slots(
-        pools, torch.zeros((1, 1), dtype=torch.int32, device=out.device), page_size=_ONE_PAGE, next_n=n,
-        group_size=_POOL, token_lens=seen, lens=lens, out_slots=out[:n, :width],
-        out_lens=torch.empty_like(lens),
+        pools, one_page(out.device), page_size=_ONE_PAGE, next_n=n, group_size=_POOL, token_lens=seen,
+        lens=lens, out_slots=out[:n, :width], out_lens=torch.empty_like(lens),
     )  # fmt: skip
     out[:n, width:] = -1
     out[n:rows] = -1
