@@ -267,10 +267,10 @@ void run(const SparseAttentionParams& p, const Plan& wanted, gpuStream_t stream)
 namespace mla_fp8::gpu {
 
 int64_t sparse_decode_workspace(const SparseAttentionParams& p) {
-  return workspace_size(Op::kDecode, p, cdna::this_gpu());
+  return workspace_of_call(Op::kDecode, p, cdna::this_gpu());
 }
 int64_t sparse_prefill_workspace(const SparseAttentionParams& p) {
-  return workspace_size(Op::kPrefill, p, cdna::this_gpu());
+  return workspace_of_call(Op::kPrefill, p, cdna::this_gpu());
 }
 int64_t sparse_attention_by_workspace(const WantedSparseAttention& x) {
   return workspace_size(forced_plan(x.wanted, x.params, cdna::this_gpu()), x.params);

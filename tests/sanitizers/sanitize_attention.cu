@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/sparse_attention/plan.h"
+#include "cuda/sparse_attention/launch.h"
 #include "sanitizers/sanitize.h"
 
 namespace mla_fp8::gpu {
@@ -280,27 +280,18 @@ Plan plan_of(const Case& c, const SparseAttentionParams& p) {
     plan.ctas = kWalkCtas;
   return plan;
 }
-void launch(const SparseAttentionParams& p, const Plan& plan) {
-  switch (plan.variant.kernel) {
-    case Kernel::kPortable: return launch_portable(p, plan, nullptr);
-    case Kernel::kFewHeads: return launch_few_heads(p, plan, nullptr);
-    case Kernel::kManyHeads: return launch_many_heads(p, plan, nullptr);
-    case Kernel::kBf16Tiles: return launch_bf16_tiles(p, plan, nullptr);
-  }
-}
-
 // Tiles over lists, and the queries of those that have none, by another kernel.
-void launch_sharing(Device& device, const SparseAttentionParams& p, Plan tiles) {
+void launch_sharing(Device& device, SparseAttentionParams p, Plan tiles) {
   const char* const kernel = p.num_q_heads > 16 ? "many_heads" : "few_heads";
   const char* const schedule = p.num_q_heads == 16 ? "split" : "walk";
   Plan alone = forced_plan({kernel, schedule, p.num_q_heads, 1, 0}, p, {compute_major(), num_processors()});
   if (alone.variant.schedule == Schedule::kWalk) alone.ctas = kWalkCtas;
   int32_t* const lists = device.upload(std::vector<int32_t>(lists_size(p)));
   launch_shared_keys(p, 256, lists, nullptr);
-  tiles.lists = alone.lists = lists, tiles.takes_lists = true;
-  tiles.follows = true;
-  launch(p, alone);
-  launch(p, tiles);
+  p.shared_keys = lists;
+  tiles.takes_lists = tiles.follows = true;
+  launch_plan(p, alone, nullptr);
+  launch_plan(p, tiles, nullptr);
 }
 
 // The largest difference, of large values relative, NaN if there is one.
@@ -358,8 +349,8 @@ bool run(const Case& c) {
   got.workspace_floats = workspace_size(plan, p);
   if (got.workspace_floats > 0) got.workspace = device.upload(std::vector<float>(got.workspace_floats, NAN));
   if (c.query_groups > 1) launch_sharing(device, got, plan);
-  else launch(got, plan);
-  launch(want, forced_plan({"portable"}, p, {}));
+  else launch_plan(got, plan, nullptr);
+  launch_plan(want, forced_plan({"portable"}, p, {}), nullptr);
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 
   const auto same = [](float x) { return x; };

@@ -76,22 +76,6 @@ Plan plan_in_any_batch(Op op, const SparseAttentionParams& p, int num_sms) {
   return {variant(kernel, Schedule::kSplit, rows, p.layouts()), splits};
 }
 
-// Returns the split of least modelled time. If the last wave would be mostly empty, its queries get a plan of
-// their own, with more CTAs for each.
-Plan plan_split(Op op, const SparseAttentionParams& p, int num_sms) {
-  if (p.batch_invariant) return plan_in_any_batch(op, p, num_sms);
-  const Priced all = cheapest_split(p, num_sms);
-  if (p.is_window) return all.plan;
-  if (const auto parts = plan_parts(op, p, all, num_sms)) return parts->plan;
-  const Priced two =
-      cheapest_launches(p, all.us * kMostOfOneLaunch, num_sms, [&](const SparseAttentionParams& rest) {
-        const Priced alone = cheapest_split(rest, num_sms);
-        const auto parts = plan_parts(op, rest, alone, num_sms);
-        return parts ? parts->us : alone.us;
-      });
-  return two.plan.queries > 0 ? two.plan : all.plan;
-}
-
 const Variant* walk_variant(const SparseAttentionParams& p) {
   const Kernel kernel = !is_bf16(p) && p.num_q_heads > 16 ? Kernel::kManyHeads : Kernel::kFewHeads;
   const int heads = p.num_q_heads <= 8 ? 8 : kernel == Kernel::kFewHeads ? 16 : p.num_q_heads <= 32 ? 32 : 64;
@@ -124,10 +108,6 @@ bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
   const int enough = !p.has_entry_pages || p.num_q_heads > 16 ? 2 : p.num_q_heads > 8 ? 4 : 6;
   return bf16 && enough * num_tiles(p) >= num_sms;
 }
-Plan plan_tiles(const SparseAttentionParams& p, int num_sms) {
-  return {variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts()), 1, num_sms};
-}
-
 // Returns whether decode may take bf16_tiles: not with 17 to 32 heads. Pairs over FP8 rows do not skip
 // invalid keys: with wide rows full queries gain less than short contexts lose.
 constexpr int64_t kMostKeysOfPairs = 896;
@@ -136,62 +116,44 @@ bool decodes_in_tiles(const SparseAttentionParams& p) {
   return p.num_q_heads > 32 || p.num_q_heads <= 16;
 }
 
-// Over two layouts 9 to 16 heads walk only above this many waves: one CTA a query is faster up to there.
+// Over two layouts 9 to 16 heads walk in decode only above this many waves: one CTA a query is faster up to
+// there.
 constexpr int64_t kWavesBeforePairsWalk = 2;
-
-Plan plan_decode(const SparseAttentionParams& p, int num_sms, Op op = Op::kDecode) {
-  if (p.num_tokens >= kMaxSplitQueries) return plan_portable(p, {.major = 9, .num_sms = num_sms});
-  if (decodes_in_tiles(p) && !p.batch_invariant && bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
-  const bool waves = p.layouts().is_mixed() && ceil_div(p.num_q_heads, kOctet) == 2 &&
-                     p.num_tokens <= kWavesBeforePairsWalk * num_sms;
-  if (!p.batch_invariant && !waves && walks(p, num_sms)) return {*walk_variant(p), 1, num_sms};
-  return plan_split(op, p, num_sms);
+bool walks_in_decode(const SparseAttentionParams& p, int num_sms) {
+  return !p.layouts().is_mixed() || ceil_div(p.num_q_heads, kOctet) != 2 ||
+         p.num_tokens > kWavesBeforePairsWalk * num_sms;
 }
 
 // Prefill with batch_invariant takes decode's plan, so a query has the same bits in a prompt and in a step.
-Plan plan_prefill(const SparseAttentionParams& p, int num_sms) {
-  if (p.batch_invariant) return plan_decode(p, num_sms, Op::kPrefill);
-  if (p.num_tokens >= kMaxWalkQueries) return plan_portable(p, {.major = 9, .num_sms = num_sms});
-  if (bf16_tiles_fit(p, num_sms)) return plan_tiles(p, num_sms);
-  if (p.has_entry_pages) {
+Priced plan_sm90(Op op, const SparseAttentionParams& p, int num_sms) {
+  const bool prefills = op == Op::kPrefill && !p.batch_invariant;
+  if (p.num_tokens >= (prefills ? kMaxWalkQueries : kMaxSplitQueries))
+    return {plan_portable(p, {.major = 9, .num_sms = num_sms})};
+  if (p.batch_invariant) return {plan_in_any_batch(op, p, num_sms)};
+  if ((prefills || decodes_in_tiles(p)) && bf16_tiles_fit(p, num_sms))
+    return {{variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts()), 1, num_sms}};
+  if (prefills && p.has_entry_pages) {
     const Priced shared = shared_tiles(p, num_sms), tiles = cheapest_tiles(p, num_sms);
     const double alone_us = cheapest_split(p, num_sms).us,
                  pages_us = kUsOfPagePerKey * static_cast<double>(num_keys(p));
-    if (shared.us < std::min(kMostOfEqualTiles * tiles.us, alone_us + pages_us)) return shared.plan;
-    if (tiles.us < kMostOfQueriesAlone * alone_us) return tiles.plan;
+    if (shared.us < std::min(kMostOfEqualTiles * tiles.us, alone_us + pages_us)) return shared;
+    if (tiles.us < kMostOfQueriesAlone * alone_us) return tiles;
   }
-  if (walks(p, num_sms)) return {*walk_variant(p), 1, num_sms};
-  if (p.num_tokens < kMaxSplitQueries) return plan_decode(p, num_sms, Op::kPrefill);
-  return {variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layouts())};
+  if ((prefills || walks_in_decode(p, num_sms)) && walks(p, num_sms)) return {{*walk_variant(p), 1, num_sms}};
+  if (p.num_tokens < kMaxSplitQueries) return plan_split(p, num_sms);
+  return {{variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layouts())}};
 }
 
-bool sm90_reads(const SparseAttentionParams& p) {
-  const auto reads = [&](const Variant& v) { return v.kernel != Kernel::kPortable && v.reads(p.layouts()); };
-  return std::any_of(std::begin(kVariants), std::end(kVariants), reads) && num_keys(p) < kMaxKeys;
-}
-Plan plan_sm90(Op op, const SparseAttentionParams& p, int num_sms) {
-  return op == Op::kDecode ? plan_decode(p, num_sms) : plan_prefill(p, num_sms);
-}
-
-// ---- architectures --------------------------------------------------------------------------------------
-
-// GPUs with kernels of their own, as far as these are built. Other GPUs, and problems that `reads` refuses,
-// take the portable kernel.
-struct Architecture {
-  int major;
-  bool (*reads)(const SparseAttentionParams&);
-  Plan (*plan)(Op, const SparseAttentionParams&, int num_sms);
-};
-constexpr Architecture kArchitectures[] = {
+// True on a GPU with kernels of its own, as far as these are built. Other GPUs, and problems that these do
+// not read, take the portable kernel.
+bool has_own_kernels(const SparseAttentionParams& p, const Gpu& gpu) {
 #if MLA_FP8_WITH_SM90A
-    {9, sm90_reads, plan_sm90},
+  const auto reads = [&](const Variant& v) { return v.kernel != Kernel::kPortable && v.reads(p.layouts()); };
+  return gpu.major == 9 && std::any_of(std::begin(kVariants), std::end(kVariants), reads) &&
+         num_keys(p) < kMaxKeys;
+#else
+  return false;
 #endif
-    {0, nullptr, nullptr},
-};
-const Architecture* own_kernels(const SparseAttentionParams& p, const Gpu& gpu) {
-  for (const Architecture& a : kArchitectures)
-    if (a.major != 0 && a.major == gpu.major && a.reads(p)) return &a;
-  return nullptr;
 }
 
 // bf16_tiles over FP8 rows needs two CTAs of a query, which convert rows for each other, and no entry pages.
@@ -201,8 +163,18 @@ bool runs(const Variant& v, const SparseAttentionParams& p) {
 
 // ---- queries that share keys ----------------------------------------------------------------------------
 
+// Returns the variant of many_heads over lists with room for a tile's heads, or null.
 const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) {
-  return p.num_tokens < kMaxSplitQueries && own_kernels(p, gpu) ? model::variant_of_lists(p) : nullptr;
+  const int heads = p.num_q_heads;
+  if (p.query_groups < 2 || p.num_tokens < 2 || p.num_tokens >= kMaxSplitQueries || p.is_window ||
+      p.batch_invariant || (heads != 8 && heads != 16 && heads != 32) || !has_own_kernels(p, gpu))
+    return nullptr;
+  const SharedKeysShape shape(p);
+  const int64_t rows = shape.queries.tile * heads;
+  if (shape.queries.tile < 2 || shape.entries == 0 || shape.entries > kMaxListedEntries) return nullptr;
+  for (const Variant& v : kVariants)  // the fewest heads first
+    if (v.heads >= rows && attends_to_lists(v, p.layouts()) && v.reads(p.layouts())) return &v;
+  return nullptr;
 }
 // Replaces a plan for some of the queries by one launch for all.
 Plan plan_alone(const Plan& plan, const SparseAttentionParams& p, const Gpu& gpu) {
@@ -217,8 +189,8 @@ std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const
   const QueryTiles queries(p.num_tokens, p.query_groups, p.num_q_heads);
   SparseAttentionParams without_room = p;
   without_room.workspace_floats = 0;  // the lists take it
-  const Plan own = plan_sm90(op, without_room, gpu.num_sms);
-  Sharing best{.tiles = {*v}, .alone = plan_alone(own, p, gpu)};
+  const Priced own = plan_sm90(op, without_room, gpu.num_sms);
+  Sharing best{.tiles = {*v}, .alone = plan_alone(own.plan, p, gpu)};
   const double alone_us = us_alone(own, p, gpu.num_sms);
   const auto us_of_tiles = [&](double new_keys) {  // `new_keys`: keys of a tile, in those of one query
     SparseAttentionParams tiles = p;
@@ -247,8 +219,7 @@ std::string to_string(const Plan& plan) {
     if (plan.ctas > 0) out << ", " << plan.ctas << " CTAs for all";
     else out << ", " << plan.splits << (plan.splits > 1 ? " CTAs" : " CTA") << " a query";
   }
-  if (v.schedule == Schedule::kSegments || v.schedule == Schedule::kRuns)
-    out << ", " << plan.segments << (plan.segments > 1 ? " segments" : " segment");
+  if (deals_runs(v.schedule)) out << ", " << kSegmentsOfQuery << " segments";
   if (v.kernel == Kernel::kFewHeads) out << ", " << v.producers << " producers";
   if (plan.tile_queries > 1) out << ", " << plan.tile_queries << " queries a tile";
   if (plan.queries > 0) out << ", for " << plan.queries << " queries";
@@ -267,19 +238,17 @@ int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
   if (leaves_parts(plan.variant.schedule)) return floats_of_parts(p, plan);
   return plan.variant.kernel == Kernel::kPortable && plan.splits > 1 ? plan.splits * floats_of_split(p) : 0;
 }
-int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  if (own_kernels(p, gpu) && !p.has_entry_pages) {
-    if (plan_sharing(op, p, gpu)) return p.shared_keys ? 0 : lists_size(p);
-  }
+int64_t workspace_of_call(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
+  if (plan_sharing(op, p, gpu)) return p.shared_keys ? 0 : lists_size(p);
   SparseAttentionParams with_room = p;
   if (!p.workspace) with_room.workspace_floats = INT64_MAX;
   const Plan first = plan(op, with_room, gpu);
-  if (first.variant.kernel == Kernel::kPortable && own_kernels(p, gpu)) return 0;  // too many queries
+  if (first.variant.kernel == Kernel::kPortable && has_own_kernels(p, gpu)) return 0;  // too many queries
   const int64_t size = workspace_size(first, p);
   if (first.queries == 0) return size;
   with_room.num_tokens -= first.queries;
   with_room.workspace = p.workspace;
-  return std::max(size, workspace_size(op, with_room, gpu));
+  return std::max(size, workspace_of_call(op, with_room, gpu));
 }
 int64_t lists_size(const SparseAttentionParams& p) {
   const SharedKeysShape shape(p);
@@ -308,27 +277,18 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
   for (const Variant& v : kVariants) {
     const bool named = wanted.kernel == name(v.kernel) && wanted.schedule == name(v.schedule) &&
                        wanted.heads == v.heads && (wanted.producers == 0 || wanted.producers == v.producers);
-    const bool segments = v.schedule == Schedule::kSegments || v.schedule == Schedule::kRuns;
-    const bool parts = leaves_parts(v.schedule), split = v.schedule != Schedule::kWalk;
+    if (!named || !v.reads(p.layouts()) || !runs(v, p) || !has_own_kernels(p, gpu)) continue;
     const bool tiles = attends_to_tiles(v, p.layouts()) && p.has_entry_pages && !p.batch_invariant &&
                        (entry_tile_queries(p) == 1 || entry_tile_queries(p) * p.num_q_heads <= v.heads);
-    const bool has_kernel = tiles || attends_to_queries(v) || variant_of_lists(p, gpu);
-    const bool shares = tiles && num_entry_tiles(p) <= gpu.num_sms;  // a test asks for that by 0 splits
-    const bool shares_queries = split && v.kernel == Kernel::kFewHeads;
-    const int most_splits = parts ? kMostQueryParts : shares_queries ? 16 : 1;
-    const bool has_splits = wanted.splits >= !shares && wanted.splits <= most_splits;
-    const bool has_segments = !segments || (can_share_segments(v, wanted.splits) && !p.max_logits);
-    if (named && has_kernel && has_splits && has_segments && v.reads(p.layouts()) && runs(v, p) &&
-        own_kernels(p, gpu)) {
-      Plan plan{v, wanted.splits, split ? 0 : gpu.num_sms};
-      if (segments) deal_runs(p, plan);
-      if (tiles) plan.tile_queries = entry_tile_queries(p);
-      if (wanted.splits == 0) {
-        plan.splits = 1;
-        plan.ctas = static_cast<int>(std::min<int64_t>(gpu.num_sms, num_entry_tiles(p) * kMaxTileParts));
-      }
-      return plan;
-    }
+    if (!tiles && !attends_to_queries(v) && !variant_of_lists(p, gpu)) continue;
+    if (wanted.splits == 0 && tiles && num_entry_tiles(p) <= gpu.num_sms)
+      return share_tiles(v, p, gpu.num_sms);
+    if (!can_share(v, wanted.splits) || (deals_runs(v.schedule) && p.max_logits)) continue;
+    return {.variant = v,
+            .splits = wanted.splits,
+            .ctas = v.schedule == Schedule::kWalk ? gpu.num_sms : 0,
+            .tile_queries = tiles ? entry_tile_queries(p) : 1,
+            .most_runs = v.schedule == Schedule::kRuns ? most_runs(p) : 1};
   }
   std::ostringstream what;
   what << "mla_fp8: kernel must be one of kVariants that reads " << kv_layout(p.layout).name
@@ -344,12 +304,11 @@ std::optional<Sharing> forced_sharing(const WantedKernel& wanted, const SparseAt
   const Variant* const v = variant_of_lists(p, gpu);
   if (!v || wanted.kernel != name(v->kernel) || wanted.heads < v->heads) return {};
   return Sharing{.tiles = forced_plan(wanted, p, gpu),
-                 .alone = plan_alone(plan_sm90(Op::kPrefill, p, gpu.num_sms), p, gpu)};
+                 .alone = plan_alone(plan_sm90(Op::kPrefill, p, gpu.num_sms).plan, p, gpu)};
 }
 
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  const Architecture* const own = own_kernels(p, gpu);
-  return own ? own->plan(op, p, gpu.num_sms) : plan_portable(p, gpu);
+  return has_own_kernels(p, gpu) ? plan_sm90(op, p, gpu.num_sms).plan : plan_portable(p, gpu);
 }
 
 }  // namespace mla_fp8::gpu

@@ -4,13 +4,11 @@
 // not depend on other queries' contents. Queries that share keys are an exception: the bits of a tile depend
 // on the keys of all its queries and, where CTAs share tiles (sm90/many_heads/shares.cuh), on all lengths.
 #include <algorithm>
-#include <bit>
 #include <concepts>
 #include <iterator>
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "ops/paged_attention_ragged.h"
 #include "ops/shared_keys.h"
@@ -38,6 +36,8 @@ enum class Schedule {
   // Like kSegments, but CTAs without a cluster leave their runs in the workspace for a second grid.
   kRuns,
 };
+constexpr bool deals_runs(Schedule s) { return s == Schedule::kSegments || s == Schedule::kRuns; }
+constexpr bool leaves_parts(Schedule s) { return s == Schedule::kParts || s == Schedule::kRuns; }
 
 // A set of the kinds of rows that a kernel reads. Each layout alone is a kind, and each of kMixedPairs.
 struct Rows {
@@ -129,25 +129,12 @@ struct Plan {
   // Queries that this plan takes, the first ones; 0: all. The others get their own plan, launched before.
   int64_t queries = 0;
   bool follows = false;  // another launch of the call comes before this one, which does not need it
-  // The lists of all tiles of queries, or null. With takes_lists the launch takes the tiles that have a list.
-  // Without it few_heads and many_heads take the queries of tiles that have none.
-  const int32_t* lists = nullptr;
+  // Where the problem has lists of shared keys: takes the tiles that have a list. Without it few_heads and
+  // many_heads take the queries of tiles that have none.
   bool takes_lists = false;
   int tile_queries = 1;  // many_heads: neighbouring queries whose heads form one item
-  // kSegments, kRuns. A query has at most `segments` runs for each team: a power of two, in kSegments a
-  // multiple of splits. A run has at least run_blocks blocks if the query has more than twice as many; 0:
-  // about as many as the query has runs.
-  int segments = 1, run_blocks = 1;
-  int most_runs = 1;  // kRuns: most runs of a query, whichever keys are valid
+  int most_runs = 1;     // kRuns: most runs of a query, whichever keys are valid
 };
-// The longest run, in blocks, of a query of `blocks` blocks. There are as few runs as this allows.
-MLA_HD int longest_run(int blocks, int run_blocks, int most_runs_log2) {
-  int least = blocks > 2 * run_blocks ? run_blocks : 1;
-  if (run_blocks == 0)
-    while (least * least < blocks) ++least;
-  const int share = (blocks + (1 << most_runs_log2) - 1) >> most_runs_log2;
-  return share > least ? share : least;
-}
 // Floats that a CTA leaves of a head for a second grid: its output as f16, a byte of exponent for each eight
 // of that, (base, sum), the largest logit. In kRuns it leaves of each run: output, (base, sum).
 inline constexpr int kFloatsOfQueryPart = kHeadDimV / 2 + kHeadDimV / 8 / 4 + 3;
@@ -169,7 +156,7 @@ struct Gpu {
 // Plans that need more workspace than `p` has are left out where another kernel needs none.
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 // Floats for the plans of all launches: with all the room they want, or within a caller's workspace.
-int64_t workspace_size(Op op, const SparseAttentionParams& p, const Gpu& gpu);
+int64_t workspace_of_call(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 
 // Plans ragged attention by the portable kernel, for requests that have at most `keys` together. The heads of
 // a request's queries and the layout alone decide the variant: a number of splits gives the same bits in any
@@ -178,6 +165,21 @@ Plan plan_ragged(const SparseAttentionParams& p, int q_len, int64_t keys, const 
 
 // Returns the plan that a test asks for. Throws if there is no such variant, or if it does not run `p` here.
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu);
+
+// ---- segments: the runs of a query follow from its heads and its valid keys (sm90/segments.cuh) --------
+
+inline constexpr int kSegmentsOfQuery = 8;  // most runs of a query, for each team that it has at once
+// Fewest blocks of a run, if the query has more than twice as many; 0: about as many as the query has runs.
+// With more than 32 heads a result that waits costs as much as several blocks.
+inline int run_blocks(const SparseAttentionParams& p) { return p.num_q_heads <= 32 ? 2 : 0; }
+// The longest run, in blocks, of a query of `blocks` blocks. There are as few runs as this allows.
+MLA_HD int longest_run(int blocks, int run_blocks, int most_runs_log2) {
+  int least = blocks > 2 * run_blocks ? run_blocks : 1;
+  if (run_blocks == 0)
+    while (least * least < blocks) ++least;
+  const int share = (blocks + (1 << most_runs_log2) - 1) >> most_runs_log2;
+  return share > least ? share : least;
+}
 
 // ---- neighbours whose heads fill the 64 rows of a CTA ---------------------------------------------------
 
@@ -239,7 +241,6 @@ int64_t lists_size(const SparseAttentionParams& p);  // 4-byte words for all til
 // Returns what a test asks for, or none if it asks for no tiles. Other queries go alone as usual.
 std::optional<Sharing> forced_sharing(const WantedKernel& wanted, const SparseAttentionParams& p,
                                       const Gpu& gpu);
-void launch_shared_keys(const SparseAttentionParams& p, int most_shared, int32_t* lists, gpuStream_t stream);
 
 // ---- bf16_tiles: 64 rows of Q ---------------------------------------------------------------------------
 
@@ -255,54 +256,5 @@ inline int tile_queries(const SparseAttentionParams& p) {
 inline int64_t num_tiles(const SparseAttentionParams& p) {
   return ceil_div(p.num_tokens, int64_t{tile_queries(p)}) * ceil_div(p.num_q_heads, 64);
 }
-
-// ---- the kernels: each runs the plans that name it ------------------------------------------------------
-
-void launch_portable(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
-void launch_few_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
-void launch_many_heads(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
-void launch_bf16_tiles(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
-
-// An instance of a kernel is a variant over a layout or a pair that it reads. Kernels with many instances are
-// compiled in slices, each a translation unit (CMakeLists.txt): slice s has the instances s, s + kSlices, ...
-constexpr int instance_number(size_t variant, KvPair pair) {
-  int number = 0;
-  for (size_t i = 0; i < variant; ++i)
-    if (kVariants[i].kernel == kVariants[variant].kernel) number += std::popcount(kVariants[i].rows.kinds);
-  return number + std::popcount(kVariants[variant].rows.kinds & ((1u << Rows::kind(pair)) - 1));
-}
-
-// Runs fn(constant<variant>{}, constant<layout>{}, constant<extra layout>{}) for the instance that plan and
-// problem name, if the slice has it. The variant is an index of kVariants, for whose rows a kernel is
-// compiled. Without a second cache both layouts are the first one's.
-template <Kernel kKernel, int kSlice, int kSlices, class Fn>
-bool with_variant_of_slice(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
-  const Variant& v = plan.variant;
-  bool found = false;
-  with_kv_layouts(p.layouts(), [&](auto id, auto extra) {
-    const auto run_if_named = [&](auto i) {
-      constexpr Variant kVariant = kVariants[i()];
-      constexpr KvPair kPair{id(), extra()};
-      if constexpr (kVariant.kernel == kKernel && kVariant.reads(kPair) &&
-                    instance_number(i(), kPair) % kSlices == kSlice) {
-        if (v.schedule != kVariant.schedule || v.heads != kVariant.heads || v.producers != kVariant.producers)
-          return;
-        found = true;
-        fn(i, id, extra);
-      }
-    };
-    [&]<size_t... i>(std::index_sequence<i...>) {
-      (run_if_named(constant<i>{}), ...);
-    }(std::make_index_sequence<std::size(kVariants)>{});
-  });
-  return found;
-}
-template <Kernel kKernel, class Fn>
-void with_variant(const SparseAttentionParams& p, const Plan& plan, Fn&& fn) {
-  if (!with_variant_of_slice<kKernel, 0, 1>(p, plan, fn)) throw no_such_kernel(plan);
-}
-// Runs the plan's instance if the slice has it, and returns whether it has.
-template <Kernel kKernel, int kSlice>
-bool launch_slice(const SparseAttentionParams& p, const Plan& plan, gpuStream_t stream);
 
 }  // namespace mla_fp8::gpu

@@ -10,54 +10,26 @@
 
 namespace mla_fp8::gpu {
 
-// Everything that a plan is made from: plans look at nothing else.
-inline auto shape_of(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  return std::tuple{op,
-                    gpu.major,
-                    gpu.num_sms,
-                    p.layout,
-                    p.extra_layout,
-                    p.num_tokens,
-                    p.num_q_heads,
-                    p.num_scopes,
-                    p.scopes[0].topk,
-                    p.num_scopes > 1 ? p.scopes[1].topk : 0,
-                    p.window.num_requests,
-                    p.query_groups,
-                    p.workspace_floats,
-                    p.is_window,
-                    p.has_entry_pages,
-                    p.batch_invariant,
-                    p.workspace != nullptr,
-                    p.shared_keys != nullptr};
-}
-
-// Returns make(op, p, gpu), or its earlier result for the same shape if that is still kept.
-template <class Make>
-auto planned_once(Op op, const SparseAttentionParams& p, const Gpu& gpu, Make make) {
-  const auto shape = shape_of(op, p, gpu);
+// Returns kMake(op, p, gpu), or its earlier result for the same shape if that is still kept. The shape is all
+// that plans look at.
+template <auto kMake>
+auto planned(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
+  auto shape =
+      std::make_tuple(op, gpu.major, gpu.num_sms, p.layout, p.extra_layout, p.num_tokens, p.num_q_heads,
+                      p.num_scopes, p.scopes[0].topk, p.num_scopes > 1 ? p.scopes[1].topk : 0,
+                      p.window.num_requests, p.query_groups, p.workspace_floats, p.is_window,
+                      p.has_entry_pages, p.batch_invariant, p.workspace != nullptr, p.shared_keys != nullptr);
   struct Kept {
-    decltype(shape_of(op, p, gpu)) shape;
-    decltype(make(op, p, gpu)) value;
+    decltype(shape) of;
+    decltype(kMake(op, p, gpu)) value;
   };
   constexpr size_t kPlaces = 31;
-  thread_local std::array<std::optional<Kept>, kPlaces> kept;  // results of this `make`
+  thread_local std::array<std::optional<Kept>, kPlaces> kept;  // results of this kMake
   // The place follows from what differs between a model's calls.
   const int64_t mixed = p.num_tokens * 31 + num_keys(p) * 7 + p.num_q_heads * 3 + static_cast<int>(p.layout);
   std::optional<Kept>& place = kept[static_cast<size_t>(mixed) % kPlaces];
-  if (!place || place->shape != shape) place.emplace(Kept{shape, make(op, p, gpu)});
+  if (!place || place->of != shape) place.emplace(Kept{shape, kMake(op, p, gpu)});
   return place->value;
-}
-
-inline Plan planned(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  return planned_once(op, p, gpu, [](auto&... x) { return plan(x...); });
-}
-inline std::optional<Sharing> planned_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  if (p.query_groups < 2) return {};
-  return planned_once(op, p, gpu, [](auto&... x) { return plan_sharing(x...); });
-}
-inline int64_t planned_workspace(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  return planned_once(op, p, gpu, [](auto&... x) { return workspace_size(x...); });
 }
 
 }  // namespace mla_fp8::gpu

@@ -29,23 +29,6 @@ struct Price {
     double fp8_values = 0, bf16_values = 0;
   } cold_us = {};
 };
-// The work of a launch. A field counts the longest CTA in each wave, unless it says otherwise.
-struct Work {
-  double waves = 1, keys = 0;
-  double bytes = 0;      // rows of all queries
-  double clusters = 0;   // 1 where CTAs share a query in a cluster
-  double runs = 0;       // runs of a team; for shared tiles: CTAs of a tile
-  double waits = 0;      // results that wait in local memory
-  double leaves = 0;     // results left for a second grid, for each SM
-  double others_us = 0;  // us without a price of its own
-};
-inline double us_of(const Price& price, const Work& w) {
-  const auto& of = price.of;
-  return w.waves * (of.wave_us + of.cluster_us * w.clusters + of.key_ns * 1e-3 * w.keys + of.run_us * w.runs +
-                    of.wait_us * w.waits) +
-         of.leave_us * w.leaves + of.byte_ps * 1e-6 * w.bytes + w.others_us;
-}
-
 inline bool is_bf16(const SparseAttentionParams& p) {
   return kv_layout(p.layout).nope_format == Format::kBf16;
 }
@@ -101,30 +84,14 @@ inline int64_t resident(int ctas, int num_sms) {  // clusters
 inline int teams(const Price& c) { return c.kernel == Kernel::kFewHeads ? 32 / c.heads : 1; }
 inline int block_keys(const Price& c) { return c.heads == kOctet ? 32 : 64; }
 
-// ---- segments: the runs of a query follow from its heads and its valid keys (sm90/segments.cuh) --------
+// ---- time ----------------------------------------------------------------------------------------------
 
-inline constexpr int kSegmentsOfQuery = 8;
-// Fewest blocks of a run (plan.h). With more than 32 heads a result that waits costs as much as several
-// blocks.
-inline int run_blocks(const SparseAttentionParams& p) { return p.num_q_heads <= 32 ? 2 : 0; }
-inline int64_t num_blocks(const SparseAttentionParams& p, int block_keys) {
-  return ceil_div(num_keys(p), int64_t{block_keys});
-}
+// Runs of a query of `blocks` blocks, of at most `most`.
 inline int64_t num_runs(const SparseAttentionParams& p, int64_t blocks, int most) {
   const int longest =
       longest_run(static_cast<int>(blocks), run_blocks(p), std::countr_zero(static_cast<unsigned>(most)));
   return std::max<int64_t>(ceil_div(blocks, int64_t{longest}), 1);
 }
-// Most runs of a query in kRuns, whichever keys are valid: fewer blocks may be dealt to more runs.
-inline int most_runs(const SparseAttentionParams& p) {
-  const int64_t blocks = num_blocks(p, 64);
-  if (blocks > kMostQueryParts * kMostQueryParts) return kSegmentsOfQuery;
-  int64_t most = 1;
-  for (int64_t some = 1; some <= blocks; ++some) most = std::max(most, num_runs(p, some, kSegmentsOfQuery));
-  return static_cast<int>(most);
-}
-
-// ---- time ----------------------------------------------------------------------------------------------
 
 inline constexpr double kUsPerByteAgain = 0.02e-6;  // rows read again from L2 by each further block of heads
 inline constexpr int kMinKeysPerCta = 96;
@@ -132,48 +99,46 @@ inline constexpr int kMinKeysPerCta = 96;
 // more: a query that has an SM nearly for itself takes longer than its share.
 inline constexpr double kHalfRound = 0.62, kLastRound = 0.92;
 
-// Returns the work of all queries by a plan.
-inline Work work_of(const SparseAttentionParams& p, const Price& c, const Plan& plan, int num_sms) {
-  const int ctas = plan.splits;
-  const int64_t keys = num_keys(p), head_blocks = ceil_div(p.num_q_heads, c.heads);
-  const auto items = static_cast<double>(p.num_tokens * head_blocks);
-  const int block = block_keys(c);
-  Work w{.bytes = bytes_of_keys(p)};
-  if (c.schedule == Schedule::kWalk) {
-    const double rounds = static_cast<double>(p.num_tokens) / (num_sms * teams(c)), full = std::floor(rounds);
+// Returns the us of all queries by a plan: what the longest CTA of each wave does, times prices.
+inline double us_of(const SparseAttentionParams& p, const Price& price, const Plan& plan, int num_sms) {
+  const int ctas = plan.splits, block = block_keys(price), num_teams = teams(price);
+  const int64_t keys = num_keys(p), blocks = ceil_div(keys, int64_t{block});
+  const int64_t head_blocks = ceil_div(p.num_q_heads, price.heads), items = p.num_tokens * head_blocks;
+  double waves = 1, keys_of_cta = 0, runs = 0, waits = 0;  // in a wave; `waits`: results in local memory
+  double leaves = 0, others_us = 0;  // results left for a second grid, for each SM; us without a price
+  if (price.schedule == Schedule::kWalk) {
+    const double rounds = static_cast<double>(p.num_tokens) / (num_sms * num_teams),
+                 full = std::floor(rounds);
     const double last = rounds == full ? 0.0 : rounds - full <= 0.5 ? kHalfRound : kLastRound;
-    w.waves = std::max(full + last, 1.0) * teams(c), w.keys = static_cast<double>(keys);
-    return w;
-  }
-  if (c.schedule == Schedule::kParts) {
-    const int64_t blocks = std::max<int64_t>(ceil_div(num_blocks(p, block), int64_t{ctas}), 1);
-    w.keys = static_cast<double>(blocks * block), w.leaves = items * ctas / num_sms;
-    return w;
-  }
-  if (c.schedule == Schedule::kSplit) {
+    waves = std::max(full + last, 1.0) * num_teams, keys_of_cta = static_cast<double>(keys);
+  } else if (price.schedule == Schedule::kParts) {
+    keys_of_cta = static_cast<double>(std::max<int64_t>(ceil_div(blocks, int64_t{ctas}), 1) * block);
+    leaves = static_cast<double>(items) * ctas / num_sms;
+  } else if (price.schedule == Schedule::kSplit) {
     const auto longest = std::ceil(static_cast<double>(std::max<int64_t>(keys, 1)) / ctas / block) * block;
-    w.keys = std::max<double>(longest, kMinKeysPerCta);
+    keys_of_cta = std::max<double>(longest, kMinKeysPerCta);
   } else {
-    const int64_t blocks = num_blocks(p, block), all = num_runs(p, blocks, kSegmentsOfQuery * teams(c));
-    const int64_t runs = ceil_div(all, int64_t{ctas} * teams(c));
-    w.runs = static_cast<double>(runs);
-    w.keys =
-        static_cast<double>(std::min(ceil_div(all, int64_t{ctas}) * ceil_div(blocks, all), blocks) * block);
-    if (c.schedule == Schedule::kRuns) {
-      w.leaves = items * plan.most_runs / num_sms;
-      return w;
+    const int64_t all = num_runs(p, blocks, kSegmentsOfQuery * num_teams);
+    const int64_t of_team = ceil_div(all, int64_t{ctas} * num_teams);
+    const int64_t most_blocks = std::min(ceil_div(all, int64_t{ctas}) * ceil_div(blocks, all), blocks);
+    runs = static_cast<double>(of_team), keys_of_cta = static_cast<double>(most_blocks * block);
+    if (price.schedule == Schedule::kRuns) {
+      leaves = static_cast<double>(items) * plan.most_runs / num_sms;
+    } else {
+      const auto places = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(of_team)));
+      const bool first_in_registers = price.heads < 64;
+      waits = static_cast<double>(first_in_registers ? std::max<int64_t>(places / 2, 1) - 1 : of_team - 1);
     }
-    const auto places = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(runs)));
-    const bool first_in_registers = c.heads < 64;
-    w.waits = static_cast<double>(first_in_registers ? std::max<int64_t>(places / 2, 1) - 1 : runs - 1);
   }
-  w.waves = static_cast<double>(ceil_div(p.num_tokens * head_blocks, resident(ctas, num_sms)));
-  w.clusters = ctas > 1;
-  w.others_us = w.bytes * static_cast<double>(head_blocks - 1) * kUsPerByteAgain;
-  return w;
-}
-inline double us_of(const SparseAttentionParams& p, const Price& c, const Plan& plan, int num_sms) {
-  return us_of(c, work_of(p, c, plan, num_sms));
+  if (price.schedule == Schedule::kSplit || price.schedule == Schedule::kSegments) {
+    waves = static_cast<double>(ceil_div(items, resident(ctas, num_sms)));
+    others_us = bytes_of_keys(p) * static_cast<double>(head_blocks - 1) * kUsPerByteAgain;
+  }
+  const auto& of = price.of;
+  const double in_cluster = leaves_parts(price.schedule) || ctas == 1 ? 0.0 : of.cluster_us;
+  return waves * (of.wave_us + in_cluster + of.key_ns * 1e-3 * keys_of_cta + of.run_us * runs +
+                  of.wait_us * waits) +
+         of.leave_us * leaves + of.byte_ps * 1e-6 * bytes_of_keys(p) + others_us;
 }
 
 }  // namespace mla_fp8::gpu::model

@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <iterator>
 #include <optional>
+#include <vector>
 
-#include "cuda/sparse_attention/plan.h"
-#include "cuda/sparse_attention/plan_model.h"
 #include "cuda/sparse_attention/prices.h"
 
 namespace mla_fp8::gpu::model {
@@ -22,58 +21,23 @@ inline const Price& price_of(Kernel kernel, Schedule schedule, Reads reads, int 
     return c.kernel == kernel && c.schedule == schedule && c.reads == reads && c.heads >= heads;
   });
 }
-// Calls fn(price, variant) for each kernel of that schedule that reads the problem and is not mostly empty.
-template <class Fn>
-void for_each_price(const SparseAttentionParams& p, Schedule schedule, Fn&& fn) {
-  for (const Price& c : kPrices)
-    if (c.schedule == schedule && c.reads == reads_of(p) && c.heads < 2 * align_up(p.num_q_heads, kOctet))
-      if (const Variant* const v = find_variant(c.kernel, schedule, c.heads, p.layouts())) fn(c, *v);
+
+// ---- one query in a CTA, or in several -----------------------------------------------------------------
+
+// Most runs of a query in kRuns, whichever keys are valid: fewer blocks may be dealt to more runs.
+inline int most_runs(const SparseAttentionParams& p) {
+  const int64_t blocks = ceil_div(num_keys(p), int64_t{64});
+  if (blocks > kMostQueryParts * kMostQueryParts) return kSegmentsOfQuery;
+  int64_t most = 1;
+  for (int64_t some = 1; some <= blocks; ++some) most = std::max(most, num_runs(p, some, kSegmentsOfQuery));
+  return static_cast<int>(most);
 }
-
-// ---- each query alone, or in a cluster -----------------------------------------------------------------
-
-template <class Fn>
-void for_each_split(const SparseAttentionParams& p, Fn&& fn) {  // fn(price, plan)
-  for_each_price(p, Schedule::kSplit, [&](const Price& c, const Variant& v) {
-    for (const ClusterSize& size : kClusterSizes)
-      if (size.ctas == 1 || c.kernel == Kernel::kFewHeads) fn(c, Plan{v, size.ctas});
-  });
+// Floats that the CTAs of all queries leave for a second grid.
+inline int64_t floats_of_parts(const SparseAttentionParams& p, const Plan& plan) {
+  const int64_t of_head = plan.variant.schedule == Schedule::kRuns ? plan.most_runs * kFloatsOfRun
+                                                                   : plan.splits * kFloatsOfQueryPart;
+  return p.num_tokens * align_up(p.num_q_heads, plan.variant.heads) * of_head;
 }
-// Returns the split of least time between an engine's other kernels.
-inline Priced cheapest_split(const SparseAttentionParams& p, int num_sms) {
-  Priced best;
-  for_each_split(p, [&](const Price& c, const Plan& plan) {
-    const double us = us_of(p, c, plan, num_sms), there_us = us + cold_us(c, p);
-    if (there_us < best.there_us) best = {plan, us, there_us, &c};
-  });
-  return best;
-}
-
-// Two launches in place of one. The second adds kNextLaunchUs (measured: 3 to 16 us, least with many
-// queries). Together they may take kMostOfOneLaunch of the one.
-inline constexpr double kNextLaunchUs = 10.0, kMostOfOneLaunch = 0.92;
-// Returns a plan for the first queries in full waves; a launch for the rest takes rest_us(the rest). Its
-// `queries` is 0 if no two launches together take less than `most_us`.
-template <class Fn>
-Priced cheapest_launches(const SparseAttentionParams& p, double most_us, int num_sms, Fn&& rest_us) {
-  Priced best{{}, most_us};
-  for_each_split(p, [&](const Price& c, Plan plan) {
-    const int64_t per_wave = resident(plan.splits, num_sms), head_blocks = ceil_div(p.num_q_heads, c.heads);
-    plan.queries = p.num_tokens * head_blocks / per_wave * per_wave / head_blocks;
-    if (plan.queries == 0 || plan.queries == p.num_tokens) return;
-    const double us = us_of(with_queries(p, plan.queries), c, plan, num_sms) + kNextLaunchUs +
-                      rest_us(with_queries(p, p.num_tokens - plan.queries));
-    if (us < best.us) best = {plan, us};
-  });
-  return best;
-}
-
-// ---- CTAs that share a query of many_heads meet in a second grid ---------------------------------------
-
-// Parts may take kMostOfOthers of the time of the plan without parts: in the mean of a query with all its
-// keys, which counts twice, and of one with a quarter. few_heads over one layout fetches early, and takes
-// kFewHeadsLessUs less than its prices say.
-inline constexpr double kMostOfOthers = 1.01, kFewHeadsLessUs = 0.7;
 // Two CTAs of 32 heads a query lose to CTAs of 64 where keys or queries are many.
 inline constexpr int kLeastParts = 2;
 inline constexpr int64_t kMostKeysOfTwoParts = 768, kMostQueriesOfTwoParts = 31;
@@ -84,23 +48,60 @@ inline int least_parts(const SparseAttentionParams& p, int heads, int num_sms) {
   return heads > 32 || (num_keys(p) <= kMostKeysOfTwoParts && gain) ? kLeastParts : kLeastParts + 1;
 }
 
-constexpr bool leaves_parts(Schedule s) { return s == Schedule::kParts || s == Schedule::kRuns; }
-// Floats that the CTAs of all queries leave.
-inline int64_t floats_of_parts(const SparseAttentionParams& p, const Plan& plan) {
-  const int64_t of_head = plan.variant.schedule == Schedule::kRuns ? plan.most_runs * kFloatsOfRun
-                                                                   : plan.splits * kFloatsOfQueryPart;
-  return p.num_tokens * align_up(p.num_q_heads, plan.variant.heads) * of_head;
+// True if `splits` CTAs can share a query: in segments all take equally many.
+inline bool can_share(const Variant& v, int splits) {
+  if (splits < 1 || (v.schedule == Schedule::kSegments && kSegmentsOfQuery % splits != 0)) return false;
+  if (leaves_parts(v.schedule)) return splits <= kMostQueryParts;
+  return splits <= (v.kernel == Kernel::kFewHeads && v.schedule != Schedule::kWalk ? 16 : 1);
 }
-// True if heads and queries leave room for parts or runs.
-inline bool may_leave_parts(Op op, const SparseAttentionParams& p, int num_sms) {
-  return (op == Op::kDecode || !p.batch_invariant) && !p.is_window && p.num_q_heads > 16 &&
-         kLeastParts * p.num_tokens * ceil_div(p.num_q_heads, 64) <= num_sms;
+// Calls fn(price, plan) for each plan of that schedule that reads the problem, is not mostly empty, and has
+// room for its parts.
+template <class Fn>
+void for_each_plan(const SparseAttentionParams& p, Schedule schedule, int num_sms, Fn&& fn) {
+  const int heads = p.num_q_heads;
+  const int64_t room =
+      std::min(p.workspace_floats, sparse_attention_floats(p.num_tokens, heads, num_sms, p.batch_invariant));
+  for (const Price& c : kPrices) {
+    const bool few = c.kernel == Kernel::kFewHeads;
+    if (c.schedule != schedule || c.reads != reads_of(p) || c.heads >= 2 * align_up(heads, kOctet)) continue;
+    if (schedule == Schedule::kSegments && (few ? heads > c.heads : heads <= 16)) continue;
+    const Variant* const v = find_variant(c.kernel, schedule, c.heads, p.layouts());
+    if (!v) continue;
+    Plan plan{*v};
+    if (!leaves_parts(schedule)) {
+      for (const ClusterSize& size : kClusterSizes) {
+        plan.splits = size.ctas;
+        if (can_share(*v, plan.splits)) fn(c, plan);
+      }
+      continue;
+    }
+    const bool runs = schedule == Schedule::kRuns;
+    if (runs) plan.most_runs = most_runs(p);
+    const int64_t parts =
+        runs ? num_runs(p, ceil_div(num_keys(p), int64_t{64}), kSegmentsOfQuery) : kMostQueryParts;
+    const int64_t most = std::min(parts, num_sms / (p.num_tokens * ceil_div(heads, c.heads)));
+    for (plan.splits = runs ? kLeastParts : least_parts(p, c.heads, num_sms); plan.splits <= most;
+         ++plan.splits)
+      if (floats_of_parts(p, plan) <= room) fn(c, plan);
+  }
+}
+// Returns the split of least time between an engine's other kernels.
+inline Priced cheapest_split(const SparseAttentionParams& p, int num_sms) {
+  Priced best;
+  for_each_plan(p, Schedule::kSplit, num_sms, [&](const Price& c, const Plan& plan) {
+    const double us = us_of(p, c, plan, num_sms), there_us = us + cold_us(c, p);
+    if (there_us < best.there_us) best = {plan, us, there_us, &c};
+  });
+  return best;
 }
 
+// Parts may take kMostOfOthers of the time of the plan without parts: in the mean of a query with all its
+// keys, which counts twice, and of one with a quarter. few_heads over one layout fetches early, and takes
+// kFewHeadsLessUs less than its prices say.
+inline constexpr double kMostOfOthers = 1.01, kFewHeadsLessUs = 0.7;
+
 // Returns a plan with parts that beats `other`, or none.
-inline std::optional<Priced> plan_parts(Op op, const SparseAttentionParams& p, const Priced& other,
-                                        int num_sms) {
-  if (!may_leave_parts(op, p, num_sms)) return {};
+inline std::optional<Priced> plan_parts(const SparseAttentionParams& p, const Priced& other, int num_sms) {
   const SparseAttentionParams quarter = with_a_quarter_of_keys(p);
   const bool fetches_early = other.price->kernel == Kernel::kFewHeads && !p.layouts().is_mixed();
   const double less_us = fetches_early ? kFewHeadsLessUs : 0.0, full_us = other.there_us - less_us;
@@ -108,17 +109,37 @@ inline std::optional<Priced> plan_parts(Op op, const SparseAttentionParams& p, c
       us_of(quarter, *other.price, other.plan, num_sms) + cold_us(*other.price, p) - less_us;
   std::optional<Priced> best;
   double least = 3 * kMostOfOthers;
-  for_each_price(p, Schedule::kParts, [&](const Price& c, const Variant& v) {
-    const int64_t items = p.num_tokens * ceil_div(p.num_q_heads, c.heads);
-    for (int parts = least_parts(p, c.heads, num_sms);
-         parts <= std::min<int64_t>(kMostQueryParts, num_sms / items); ++parts) {
-      const Plan plan{v, parts};
-      const double us = us_of(p, c, plan, num_sms), cold = cold_us(c, p);
-      const double of_other =
-          2 * (us + cold) / full_us + (us_of(quarter, c, plan, num_sms) + cold) / quarter_us;
-      if (of_other < least && floats_of_parts(p, plan) <= p.workspace_floats)
-        least = of_other, best = {plan, us};
-    }
+  for_each_plan(p, Schedule::kParts, num_sms, [&](const Price& c, const Plan& plan) {
+    const double us = us_of(p, c, plan, num_sms), cold = cold_us(c, p);
+    const double of_other =
+        2 * (us + cold) / full_us + (us_of(quarter, c, plan, num_sms) + cold) / quarter_us;
+    if (of_other < least) least = of_other, best = {plan, us};
+  });
+  return best;
+}
+
+// Two launches in place of one. The second adds kNextLaunchUs (measured: 3 to 16 us, least with many
+// queries). Together they may take kMostOfOneLaunch of the one.
+inline constexpr double kNextLaunchUs = 10.0, kMostOfOneLaunch = 0.92;
+
+// Returns the plan of least time. If the last wave would be mostly empty, it is a plan for the queries of
+// full waves: the others get a plan of their own, with more CTAs for each.
+inline Priced plan_split(const SparseAttentionParams& p, int num_sms) {
+  const Priced all = cheapest_split(p, num_sms);
+  if (p.is_window) return all;
+  if (const auto parts = plan_parts(p, all, num_sms)) return *parts;
+  Priced best = all;
+  double least = all.us * kMostOfOneLaunch;
+  for_each_plan(p, Schedule::kSplit, num_sms, [&](const Price& c, Plan plan) {
+    const int64_t per_wave = resident(plan.splits, num_sms), head_blocks = ceil_div(p.num_q_heads, c.heads);
+    plan.queries = p.num_tokens * head_blocks / per_wave * per_wave / head_blocks;
+    if (plan.queries == 0 || plan.queries == p.num_tokens) return;
+    const SparseAttentionParams first = with_queries(p, plan.queries),
+                                rest = with_queries(p, p.num_tokens - plan.queries);
+    const Priced alone = cheapest_split(rest, num_sms);
+    const double us =
+        us_of(first, c, plan, num_sms) + kNextLaunchUs + plan_parts(rest, alone, num_sms).value_or(alone).us;
+    if (us < least) least = us, best = {.plan = plan, .us = us, .price = all.price};
   });
   return best;
 }
@@ -128,53 +149,27 @@ inline std::optional<Priced> plan_parts(Op op, const SparseAttentionParams& p, c
 // Who works on a query's segments changes no bits (sm90/segments.cuh): neither how many CTAs share it, nor in
 // many_heads how many of its heads a CTA takes. So the batch may decide both.
 
-// True if `splits` CTAs can share the segments of a query: in a cluster all take equally many.
-inline bool can_share_segments(const Variant& v, int splits) {
-  return v.schedule == Schedule::kRuns || (splits > 0 && kSegmentsOfQuery % splits == 0);
-}
-inline void deal_runs(const SparseAttentionParams& p, Plan& plan) {
-  plan.segments = kSegmentsOfQuery, plan.run_blocks = run_blocks(p), plan.most_runs = most_runs(p);
-}
-
 // Returns none if there are no segments. A query with all its keys, which counts twice, and one with a
 // quarter should both take little longer than their fastest plans.
 inline std::optional<Plan> plan_segments(Op op, const SparseAttentionParams& p, int num_sms) {
-  const int64_t room =
-      std::min(p.workspace_floats, sparse_attention_floats(p.num_tokens, p.num_q_heads, num_sms, true));
-  const int heads = p.num_q_heads,
-            most_ctas = static_cast<int>(num_runs(p, num_blocks(p, 64), kSegmentsOfQuery));
   const SparseAttentionParams quarter = with_a_quarter_of_keys(p);
-  Plan dealt{};
-  deal_runs(p, dealt);
-  const auto each = [&](auto&& fn) {  // fn(plan, us with all keys, with a quarter)
-    const auto tell = [&](const Price& c, const Variant& v, int ctas) {
-      Plan plan = dealt;
-      plan.variant = v, plan.splits = ctas;
-      if (!leaves_parts(v.schedule) || floats_of_parts(p, plan) <= room)
-        fn(plan, us_of(p, c, plan, num_sms), us_of(quarter, c, plan, num_sms));
-    };
-    for_each_price(p, Schedule::kSegments, [&](const Price& c, const Variant& v) {
-      const bool few = c.kernel == Kernel::kFewHeads;
-      if (few ? heads > c.heads : heads <= 16) return;
-      for (const ClusterSize& size : kClusterSizes)
-        if (can_share_segments(v, size.ctas) && (size.ctas == 1 || few)) tell(c, v, size.ctas);
-    });
-    if (!may_leave_parts(op, p, num_sms)) return;
-    for_each_price(p, Schedule::kRuns, [&](const Price& c, const Variant& v) {
-      const int64_t items = p.num_tokens * ceil_div(heads, c.heads);
-      for (int ctas = kLeastParts; ctas <= std::min<int64_t>(most_ctas, num_sms / items); ++ctas)
-        tell(c, v, ctas);
-    });
+  struct Timed {
+    Plan plan;
+    double us, quarter_us;
   };
-  double full_us = 1e30, quarter_us = 1e30, least = 1e30;
-  each([&](const Plan&, double full, double short_us) {
-    full_us = std::min(full_us, full), quarter_us = std::min(quarter_us, short_us);
-  });
+  std::vector<Timed> all;
+  double least_us = 1e30, least_quarter_us = 1e30, least = 1e30;
+  const auto add = [&](const Price& c, const Plan& plan) {
+    all.push_back({plan, us_of(p, c, plan, num_sms), us_of(quarter, c, plan, num_sms)});
+    least_us = std::min(least_us, all.back().us);
+    least_quarter_us = std::min(least_quarter_us, all.back().quarter_us);
+  };
+  for_each_plan(p, Schedule::kSegments, num_sms, add);
+  if (op == Op::kDecode) for_each_plan(p, Schedule::kRuns, num_sms, add);
   std::optional<Plan> best;
-  each([&](const Plan& plan, double full, double short_us) {
-    const double longer = 2 * full / full_us + short_us / quarter_us;
-    if (longer < least) least = longer, best = plan;
-  });
+  for (const Timed& x : all)
+    if (const double longer = 2 * x.us / least_us + x.quarter_us / least_quarter_us; longer < least)
+      least = longer, best = x.plan;
   return best;
 }
 
@@ -206,18 +201,21 @@ inline const Variant* variant_of_tiles(const SparseAttentionParams& p) {
 
 // Tiles whose keys all SMs share: no wave is partly empty, and a request has SMs in proportion to its
 // keys. The parts meet in the workspace, in a second launch.
+inline Plan share_tiles(const Variant& v, const SparseAttentionParams& p, int num_sms) {
+  return {.variant = v,
+          .ctas = static_cast<int>(std::min<int64_t>(num_sms, num_entry_tiles(p) * kMaxTileParts)),
+          .tile_queries = entry_tile_queries(p)};
+}
 inline Priced shared_tiles(const SparseAttentionParams& p, int num_sms) {
   const Variant* const v = variant_of_tiles(p);
   const int64_t tiles = num_entry_tiles(p);
   if (p.batch_invariant || !v || tiles > num_sms || num_keys(p) + kMaxTileQueries >= kMaxKeys) return {};
-  Plan plan{*v};
-  plan.ctas = static_cast<int>(std::min<int64_t>(num_sms, tiles * kMaxTileParts));
-  plan.tile_queries = entry_tile_queries(p);
+  const Plan plan = share_tiles(*v, p, num_sms);
   if (workspace_size(plan, p) > p.workspace_floats) return {};
   const int64_t parts = plan.ctas / tiles, keys = num_keys(plan.tile_queries > 1 ? as_tiles(p) : p);
-  const Price& price = price_of(v->kernel, v->schedule, Reads::kSharedTiles, v->heads);
-  return {plan, us_of(price, {.keys = static_cast<double>(ceil_div(keys, parts)),
-                              .runs = static_cast<double>(parts)})};
+  const Price::Of& of = price_of(v->kernel, v->schedule, Reads::kSharedTiles, v->heads).of;
+  return {plan, of.wave_us + of.key_ns * 1e-3 * static_cast<double>(ceil_div(keys, parts)) +
+                    of.run_us * static_cast<double>(parts)};
 }
 // Tiles with a CTA each. Without tiles the time stays infinite.
 inline Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
@@ -250,28 +248,11 @@ inline constexpr double kMostOfAlone = 1.25;
 // ps per byte of split queries that are more than a wave: most rows come while others are worked on.
 inline constexpr double kSeenPsPerByte = 0.03;
 // us of the call without groups.
-inline double us_alone(const Plan& plan, const SparseAttentionParams& p, int num_sms) {
-  const Variant& v = plan.variant;
+inline double us_alone(const Priced& alone, const SparseAttentionParams& p, int num_sms) {
+  const Variant& v = alone.plan.variant;
   if (v.schedule != Schedule::kSplit)
-    return us_of(p, price_of(v.kernel, v.schedule, reads_of(p), v.heads), plan, num_sms);
-  const Priced all = cheapest_split(p, num_sms);
-  const auto rest_us = [&](const SparseAttentionParams& rest) { return cheapest_split(rest, num_sms).us; };
-  const double us = plan.queries > 0 ? cheapest_launches(p, all.us, num_sms, rest_us).us : all.us;
-  return us - std::max(all.price->of.byte_ps - kSeenPsPerByte, 0.0) * 1e-6 * bytes_of_keys(p);
-}
-
-// Returns the variant of many_heads over lists with room for a tile's heads, or null.
-inline const Variant* variant_of_lists(const SparseAttentionParams& p) {
-  const int heads = p.num_q_heads;
-  if (p.query_groups < 2 || p.num_tokens < 2 || p.is_window || p.batch_invariant ||
-      (heads != 8 && heads != 16 && heads != 32))
-    return nullptr;
-  const SharedKeysShape shape(p);
-  const int64_t rows = shape.queries.tile * heads;
-  if (shape.queries.tile < 2 || shape.entries == 0 || shape.entries > kMaxListedEntries) return nullptr;
-  for (const Variant& v : kVariants)  // the fewest heads first
-    if (v.heads >= rows && attends_to_lists(v, p.layouts()) && v.reads(p.layouts())) return &v;
-  return nullptr;
+    return us_of(p, price_of(v.kernel, v.schedule, reads_of(p), v.heads), alone.plan, num_sms);
+  return alone.us - std::max(alone.price->of.byte_ps - kSeenPsPerByte, 0.0) * 1e-6 * bytes_of_keys(p);
 }
 
 }  // namespace mla_fp8::gpu::model

@@ -32,6 +32,11 @@ SparseAttentionParams problem(int layout, int extra_layout, int64_t queries, int
   return p;
 }
 
+gpu::Op op_of(const std::string& op) {
+  if (op != "decode" && op != "prefill") throw py::value_error("plan: op must be decode or prefill");
+  return op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill;
+}
+
 }  // namespace
 
 void bind_plans(py::module_& m) {
@@ -41,13 +46,11 @@ void bind_plans(py::module_& m) {
       [](const std::string& op, int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys,
          bool is_window, bool batch_invariant, int compute_major, int num_sms, int extra_layout,
          std::optional<int64_t> workspace, bool has_entry_pages, int64_t requests) {
-        if (op != "decode" && op != "prefill") throw py::value_error("plan: op must be decode or prefill");
         auto p = problem(layout, extra_layout, queries, heads, keys, extra_keys, is_window, batch_invariant,
                          has_entry_pages);
         p.window.num_requests = requests;
         p.workspace_floats = workspace.value_or(INT64_MAX);
-        const auto plan =
-            gpu::planned(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {compute_major, num_sms});
+        const auto plan = gpu::planned<gpu::plan>(op_of(op), p, {compute_major, num_sms});
         if (!workspace) return gpu::to_string(plan);
         return gpu::to_string(gpu::within_workspace(plan, p));
       },
@@ -62,8 +65,7 @@ void bind_plans(py::module_& m) {
         auto p = problem(layout, extra_layout, queries, heads, keys, extra_keys, false, false);
         const int32_t lists = 0;
         p.query_groups = query_groups, p.shared_keys = has_lists ? &lists : nullptr;
-        const auto sharing =
-            gpu::planned_sharing(op == "decode" ? gpu::Op::kDecode : gpu::Op::kPrefill, p, {9, 132});
+        const auto sharing = gpu::planned<gpu::plan_sharing>(op_of(op), p, {9, 132});
         if (!sharing) return py::none();
         return py::make_tuple(QueryTiles(queries, query_groups, heads).tile, gpu::to_string(sharing->tiles),
                               gpu::to_string(sharing->alone), sharing->most_shared);
@@ -75,7 +77,7 @@ void bind_plans(py::module_& m) {
       [](int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys, bool batch_invariant,
          int compute_major, int num_sms) {
         const auto p = problem(layout, -1, queries, heads, keys, extra_keys, false, batch_invariant);
-        return std::pair(gpu::planned_workspace(gpu::Op::kDecode, p, {compute_major, num_sms}),
+        return std::pair(gpu::planned<gpu::workspace_of_call>(gpu::Op::kDecode, p, {compute_major, num_sms}),
                          sparse_attention_floats(queries, heads, num_sms, batch_invariant));
       },
       py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,

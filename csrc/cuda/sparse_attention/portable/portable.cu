@@ -1,4 +1,5 @@
 // Sparse attention by the portable kernel.
+#include "cuda/sparse_attention/launch.h"
 #include "cuda/sparse_attention/portable/kernel.cuh"
 
 namespace mla_fp8::gpu {

@@ -3,6 +3,7 @@
 
 #include "cuda/device/divide.cuh"
 #include "cuda/device/soft_cap.cuh"
+#include "cuda/sparse_attention/launch.h"
 #include "cuda/sparse_attention/portable/kernel.cuh"
 
 namespace mla_fp8::gpu {

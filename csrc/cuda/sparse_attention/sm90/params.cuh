@@ -4,10 +4,7 @@
 #include <bit>
 #include <cstddef>
 
-#include "cuda/device/divide.cuh"
-#include "cuda/device/launch.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
+#include "cuda/device/sm90.cuh"
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/plan.h"
 
@@ -83,13 +80,13 @@ KernelParams kernel_params(const SparseAttentionParams& p, const Plan& plan) {
       .splits = Divider(plan.splits),
       .head_blocks = Divider(head_blocks),
       .follows = plan.follows,
-      .segments_log2 = std::countr_zero(static_cast<unsigned>(plan.segments)),
-      .run_blocks = plan.run_blocks,
+      .segments_log2 = std::countr_zero(unsigned{kSegmentsOfQuery}),
+      .run_blocks = run_blocks(p),
       .most_runs = plan.most_runs,
       .tile_queries = plan.tile_queries,
       .num_tiles = shares ? static_cast<int>(tiles * head_blocks) : 0,
       .page_size = {Divider(p.scopes[0].page_size), Divider(p.scopes[p.num_scopes - 1].page_size)},
-      .shared = {plan.lists, shared.words, static_cast<int>(shared.capacity), shared.queries},
+      .shared = {p.shared_keys, shared.words, static_cast<int>(shared.capacity), shared.queries},
   };
 }
 template <class C>

@@ -1,12 +1,7 @@
 #pragma once
 // Runs the warps that do not compute in a CTA with one query: producers (gather.cuh) and, over two layouts,
 // warps that expand rows (mixed_gather.cuh, mixed_expand.cuh).
-#include "cuda/device/roles.cuh"
-#include "cuda/sparse_attention/sm90/gather.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
-#include "cuda/sparse_attention/sm90/mixed_expand.cuh"
 #include "cuda/sparse_attention/sm90/mixed_gather.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 

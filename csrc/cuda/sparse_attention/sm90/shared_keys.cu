@@ -15,13 +15,8 @@
 // instructions.
 #include <algorithm>
 
-#include "cuda/device/cluster.cuh"
-#include "cuda/device/divide.cuh"
-#include "cuda/device/launch.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/plan.h"
+#include "cuda/device/sm90.cuh"
+#include "cuda/sparse_attention/launch.h"
 
 namespace mla_fp8::gpu {
 namespace {

@@ -2,14 +2,7 @@
 // The warps of a walk that do not compute: producers and, over two layouts, warps that expand rows.
 #include <type_traits>
 
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/keys.cuh"
-#include "cuda/sparse_attention/sm90/gather.cuh"
-#include "cuda/sparse_attention/sm90/mixed_expand.cuh"
 #include "cuda/sparse_attention/sm90/mixed_gather.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 #include "cuda/sparse_attention/sm90/walk_item.cuh"
 
 namespace mla_fp8::gpu {
@@ -166,5 +159,21 @@ class WalkExpander {
   const StageExpander<C> expander_;
   const int lane_;
 };
+
+// Runs a warp of a walk that does not compute.
+template <class C>
+__device__ __forceinline__ void run_walk_producers(const KernelParams& params, uint8_t* smem, int warp,
+                                                   int lane) {
+  if constexpr (C::kExpanders > 0) {
+    if (warp >= C::kProducers) {
+      give_up_registers<C::kExpanderRegisters>();
+      return WalkExpander<C>(params, smem, warp - C::kProducers, lane).run();
+    }
+  }
+  give_up_registers<C::kProducerRegisters>();
+  constexpr bool kTwoStages = C::kBlockStages * C::kTeams == 2 * C::kProducers;  // of every block, a producer
+  if constexpr (C::kExpanders > 0 && kTwoStages) MixedWalkProducer<C>(params, smem, warp, lane).run();
+  else WalkProducer<C>(params, smem, warp, lane).run();
+}
 
 }  // namespace mla_fp8::gpu

@@ -15,14 +15,7 @@
 // buffer, of which there are two (docs/kernels/hopper.md).
 #include <algorithm>
 
-#include "cuda/device/cluster.cuh"
-#include "cuda/device/divide.cuh"
-#include "cuda/device/launch.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/plan.h"
-#include "cuda/sparse_attention/sm90/bf16_tiles/gather.cuh"
+#include "cuda/sparse_attention/launch.h"
 #include "cuda/sparse_attention/sm90/bf16_tiles/gather_fp8_pair.cuh"
 #include "cuda/sparse_attention/sm90/bf16_tiles/gather_window.cuh"
 #include "cuda/sparse_attention/sm90/bf16_tiles/math.cuh"

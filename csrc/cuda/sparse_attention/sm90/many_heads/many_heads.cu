@@ -25,29 +25,78 @@
 // the value warps survey the query after the next.
 //
 // Barriers and who waits for whom: smem.cuh.
-#include "cuda/device/launch.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/keys.cuh"
-#include "cuda/sparse_attention/plan.h"
-#include "cuda/sparse_attention/sm90/gather.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
+#include "cuda/sparse_attention/launch.h"
 #include "cuda/sparse_attention/sm90/many_heads/logits.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/query.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/split.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/values.cuh"
-#include "cuda/sparse_attention/sm90/mixed_row.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 #include "cuda/sparse_attention/sm90/producers.cuh"
-#include "cuda/sparse_attention/sm90/walk_item.cuh"
 #include "cuda/sparse_attention/sm90/walk_producers.cuh"
 
 namespace mla_fp8::gpu {
 namespace {
+
+// One thread calls it.
+template <class C>
+__device__ __forceinline__ void init_barriers(uint8_t* smem) {
+  Ring<C>{shared_address(smem)}.init();
+  BlockExchange<C>(smem).init();
+  if constexpr (C::kWalks) WalkSurveys<C>(smem, 0).init(), QueryEnds<C>(smem).init();
+  mbarrier_init(shared_address(smem) + MLA_SMEM(C, q_barrier), 1);
+  mbarrier_init_fence();
+}
+
+// All threads call it, once the item is known.
+template <class C>
+__device__ __forceinline__ void attend_to_item(const KernelParams& params, typename C::Item& w, uint8_t* smem,
+                                               int warp, int lane) {
+  const int thread = threadIdx.x;
+  // Warp 0 has made Q's barrier. If all have met since, warp 1 copies Q: it need not wait for the tile.
+  if (warp == (params.num_tiles > 0)) WgmmaQuery<C>::copy(params.p, w, shared_address(smem), lane);
+  if constexpr (C::kNeighbours) block_barrier<C::kThreads>();  // the tile is known
+  if constexpr (C::kTiles == Tiles::kEntries) {
+    w.take_part();
+    w.source(params).fetch_pages(thread, C::kThreads);
+  }
+  if (run_early_producers<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane)) return;
+  KeySurvey survey;
+  if constexpr (C::kFetchesEarly) {
+    survey_part<C>(params, w, smem, warp, lane, [] {});
+    if (warp >= kConsumerWarps + C::kLogitWarps) {
+      give_up_registers<C::kProducerRegisters>();
+      run_early<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
+      return;
+    }
+    survey = end_survey<C>(params, w, smem, warp, lane);
+  } else if constexpr (C::kTiles == Tiles::kLists) {
+    survey = KeySurvey::of_valid(w.num_keys);
+    w.template take_share<C>(w.num_keys, params.splits);
+    w.keys.fetch_lines(w.first_block * C::kBlockKeys, w.num_blocks * C::kBlockKeys, thread);
+  } else {
+    survey = survey_query<C>(params, w, smem, warp, lane, [] {});
+  }
+
+  if (!C::kFetchesEarly && warp >= kConsumerWarps + C::kLogitWarps) {
+    run_producers<C>(params, w, survey, smem, warp - kConsumerWarps - C::kLogitWarps, lane_of_role<C>(lane));
+  } else if (warp >= kConsumerWarps) {
+    set_registers<C::kLogitRegisters, C::kThreads>();
+    named_barrier(kBarrierWorkersQ, C::kWorkers);
+    SplitLogits<C>(params, w, smem, warp - kConsumerWarps, lane_of_role<C>(lane)).run();
+  } else {
+    take_registers<C::kValueRegisters>();
+    WgmmaQuery<C> q;
+    q.load_copied(params.p, w, smem, warp, lane);
+    named_barrier(kBarrierQ, kConsumerThreads);
+    q.store(smem, warp, lane);
+    named_barrier(kBarrierWorkersQ, C::kWorkers);
+    SplitValues<C> values(smem, warp, lane_of_role<C>(lane));
+    if constexpr (C::kRuns) values.run_and_leave(params, w);
+    else values.run(w);
+    if (w.is_whole()) {
+      values.store(params.p, w, thread);
+    } else if constexpr (!C::kRuns) {
+      values.leave(QueryPart<C>(params, blockIdx.x));
+    }
+  }
+}
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
@@ -56,7 +105,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ __align__(128) uint8_t smem[];
   const int thread = threadIdx.x, lane = thread % kWarpSize;
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  if (thread == 0) init_split<C>(smem);
+  if (thread == 0) init_barriers<C>(smem);
   let_producers_begin<C>(warp);
   begin_grid(params.follows);
   typename C::Item w;
@@ -80,26 +129,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ __align__(128) uint8_t smem[];
   const int thread = threadIdx.x, lane = thread % kWarpSize;
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  if (thread == 0) {
-    Ring<C>{shared_address(smem)}.init();
-    BlockExchange<C>(smem).init();
-    WalkSurveys<C>(smem, 0).init();
-    QueryEnds<C>(smem).init();
-    mbarrier_init(shared_address(smem) + MLA_SMEM(C, q_barrier), 1);
-    mbarrier_init_fence();
-  }
+  if (thread == 0) init_barriers<C>(smem);
   wait_for_previous_grid();
   if (!WalkItem<C>::has_any(params)) return;
   if (warp >= kConsumerWarps + C::kLogitWarps) {
-    const int producer = warp - kConsumerWarps - C::kLogitWarps;
-    if constexpr (C::kExpanders > 0) {
-      if (producer >= C::kProducers) {
-        give_up_registers<C::kExpanderRegisters>();
-        return WalkExpander<C>(params, smem, producer - C::kProducers, lane).run();
-      }
-    }
-    give_up_registers<C::kProducerRegisters>();
-    WalkProducer<C>(params, smem, producer, lane).run();
+    run_walk_producers<C>(params, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
   } else if (warp >= kConsumerWarps) {
     set_registers<C::kLogitRegisters, C::kThreads>();
     WalkLogits<C>(params, smem, warp - kConsumerWarps, lane).run();
