@@ -15,8 +15,6 @@
 //   KeyFactors     scales as factors of fragments
 #include <type_traits>
 
-#include "cuda/device/math.cuh"
-#include "cuda/device/shared.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/params.cuh"
 
@@ -57,10 +55,12 @@ template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders = 0, bool kHasKe
 using CachedRow =
     std::conditional_t<kFirst == kSecond, Row<kFirst>, MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>>;
 
-// Scales lie in the table of the stage.
+// Scales lie in the table of the stage, in units of 2^e.
 template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders, bool kHasKeyTable>
 struct RowScales<MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>> {
   static constexpr int kPerLane = 0;
+  int e;
+  __device__ float operator[](int) const { return power_of_two(e); }
 };
 
 inline constexpr uint32_t kValidKey = 1, kNanKey = 2;  // bits of `valid`; one layout has the first only

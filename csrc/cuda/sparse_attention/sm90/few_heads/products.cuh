@@ -1,16 +1,7 @@
 #pragma once
-// The products of a team: logits over rows of one layout (two layouts: mixed.cuh), values over either. Both
-// take K and V straight from the raw rows in shared memory (fragments: docs/kernels/hopper.md).
-#include "cuda/device/convert.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/mma.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/device/wgmma.cuh"
-#include "cuda/sparse_attention/row.cuh"
+// The products of a team: logits and values. Both take K and V straight from the rows in shared memory
+// (fragments: docs/kernels/hopper.md).
 #include "cuda/sparse_attention/sm90/few_heads/team.cuh"
-#include "cuda/sparse_attention/sm90/mixed_row.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -40,6 +31,12 @@ __device__ __forceinline__ void clear(float (&s)[kOctets][4]) {
 #pragma unroll
   for (int n = 0; n < kOctets; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
 }
+template <int kOctets>
+__device__ __forceinline__ void set(float (&s)[kOctets][4], const float (&a)[kOctets][4]) {
+#pragma unroll
+  for (int n = 0; n < kOctets; ++n)
+    s[n][0] = a[n][0], s[n][1] = a[n][1], s[n][2] = a[n][2], s[n][3] = a[n][3];
+}
 // Multiplies 32 dims, whose halves have accumulators of their own.
 template <int kOctets>
 __device__ __forceinline__ void mma_unit(float (&acc)[2][kOctets][4], bool bf16, const uint32_t (&k)[2][4],
@@ -56,93 +53,106 @@ __device__ __forceinline__ void mma_unit(float (&acc)[2][kOctets][4], bool bf16,
 }
 
 // Computes logits by one mma for 16 dims and an octet of heads. A unit of 32 dims is loaded kAhead units
-// ahead. Halves of a unit have accumulators of their own, and kInterleave tiles take turns: a product waits
-// for none of the last three.
+// ahead. Halves of a unit have accumulators of their own, and so have kSets tiles, or units over two layouts:
+// a product waits for none of the last three. Over two layouts the scales of 16 dims multiply the fragments
+// of K, so these accumulators run over all dims of a kind.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::logits_mma(uint32_t rows, const RowScales<R> (&scales)[2],
                                                         float (&s)[kOctets][4]) const {
-  constexpr int kAhead = 2, kInterleave = kOctets == 1 ? 2 : 1;
+  constexpr int kAhead = 2, kPlaces = kAhead + 1, kSets = R::kMixed || kOctets == 1 ? 2 : 1;
   constexpr int kBf16Units = R::kBf16Dims / 32, kFp8Units = R::kFp8Dims / 32, kUnits = kBf16Units + kFp8Units;
-  constexpr int kUnitsPerTile = R::kTileDims / 32, kUnitsPerRound = kInterleave * kUnitsPerTile;
+  constexpr int kTileDims = R::kMixed ? 32 : R::kTileDims;
+  constexpr int kUnitsPerTile = kTileDims / 32, kUnitsPerRound = kSets * kUnitsPerTile;
   // Order of the units: bf16 ones, then those of a round's tiles in turn; the last round may have fewer.
   const auto tiles_in_round = [](int round) {
-    const int left = R::kNumTiles - round * kInterleave;
-    return left < kInterleave ? left : kInterleave;
+    const int left = R::kFp8Dims / kTileDims - round * kSets;
+    return left < kSets ? left : kSets;
   };
   const auto tile_of = [&](int u) {
-    return u / kUnitsPerRound * kInterleave + u % kUnitsPerRound % tiles_in_round(u / kUnitsPerRound);
+    return u / kUnitsPerRound * kSets + u % kUnitsPerRound % tiles_in_round(u / kUnitsPerRound);
   };
   const auto first_dim = [&](int i) {
     if (i < kBf16Units) return R::kFp8Dims + i * 32;
     const int u = i - kBf16Units;
-    return tile_of(u) * R::kTileDims + u % kUnitsPerRound / tiles_in_round(u / kUnitsPerRound) * 32;
+    return tile_of(u) * kTileDims + u % kUnitsPerRound / tiles_in_round(u / kUnitsPerRound) * 32;
   };
 
   const uint32_t q_base = q_address() + lane_ * 16;
-  uint4 q[kAhead + 1][kOctets];
-  uint32_t raw[kAhead + 1][2][4];  // bf16 units use both halves
+  uint4 q[kPlaces][kOctets];
+  [[maybe_unused]] typename KeyFactors<R>::Words factors[kPlaces];
+  uint32_t raw[kPlaces][2][4];  // bf16 units use both halves
   const auto fetch = [&](int i) {
     if (i >= kUnits) return;
+    const int place = i % kPlaces;
 #pragma unroll
     for (int n = 0; n < kOctets; ++n)
-      q[i % (kAhead + 1)][n] = load_shared_16(q_base + (first_dim(i) / 32 * kOctets + n) * 512);
-    auto& dst = raw[i % (kAhead + 1)];
+      q[place][n] = load_shared_16(q_base + (first_dim(i) / 32 * kOctets + n) * 512);
     const uint32_t row = rows + keys_by_dims_;
     if (i < kBf16Units) {
-      ldmatrix_x4(dst[0], row + R::kBf16Offset + i * 64);
-      ldmatrix_x4(dst[1], row + R::kBf16Offset + i * 64 + 32);
+      ldmatrix_x4(raw[place][0], row + R::kBf16Offset + i * 64);
+      ldmatrix_x4(raw[place][1], row + R::kBf16Offset + i * 64 + 32);
     } else {
-      ldmatrix_x4(dst[0], row + first_dim(i));
+      ldmatrix_x4(raw[place][0], row + first_dim(i));
+      if constexpr (R::kMixed) factors[place] = KeyFactors<R>::load(rows, first_dim(i) / 32, g_);
     }
   };
 
-  float acc[kInterleave][2][kOctets][4];
+  float acc[kSets][2][kOctets][4];
+  const auto add_sets = [&](int num, auto&& scale) {
+#pragma unroll
+    for (int j = 0; j < num; ++j) add_scaled(s, acc[j][0], acc[j][1], scale(0, j), scale(1, j));
+  };
   clear(s);
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) fetch(i);
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     const bool bf16 = i < kBf16Units;
-    const int u = i - kBf16Units, round = u / kUnitsPerRound,
-              tile = bf16 ? 0 : tile_of(u) - round * kInterleave;
-    if (i == 0 || (!bf16 && u % kUnitsPerRound == 0)) {
+    const int u = i - kBf16Units, round = u / kUnitsPerRound;
+    const int set = !bf16 ? tile_of(u) - round * kSets : R::kMixed ? i % kSets : 0;
+    if (i == 0 || u == 0 || (!bf16 && !R::kMixed && u % kUnitsPerRound == 0)) {
 #pragma unroll
-      for (int j = 0; j < kInterleave; ++j) clear(acc[j][0]), clear(acc[j][1]);
+      for (int j = 0; j < kSets; ++j) clear(acc[j][0]), clear(acc[j][1]);
     }
     fetch(i + kAhead);
-    auto& unit = raw[i % (kAhead + 1)];
+    auto& unit = raw[i % kPlaces];
     uint32_t k[2][4];
-    if (!bf16) convert_keys(unit[0], k[0], k[1]);
-    mma_unit(acc[tile], bf16, bf16 ? unit : k, q[i % (kAhead + 1)]);
-    if (i + 1 == kBf16Units) add_scaled(s, acc[0][0], acc[0][1], 1.0f, 1.0f);
-    if (!bf16 && (i + 1 == kUnits || (u + 1) % kUnitsPerRound == 0)) {
-#pragma unroll
-      for (int j = 0; j < tiles_in_round(round); ++j)
-        add_scaled(s, acc[j][0], acc[j][1], scales[0][round * kInterleave + j],
-                   scales[1][round * kInterleave + j]);
+    if (!bf16) {
+      convert_keys(unit[0], k[0], k[1]);
+      if constexpr (R::kMixed) KeyFactors<R>(factors[i % kPlaces], g_).apply(k[0], k[1]);
     }
+    mma_unit(acc[set], bf16, bf16 ? unit : k, q[i % kPlaces]);
+    if (i + 1 == kBf16Units) add_sets(R::kMixed ? kSets : 1, [](int, int) { return 1.0f; });
+    if (!bf16 && (i + 1 == kUnits || (!R::kMixed && (u + 1) % kUnitsPerRound == 0)))
+      add_sets(tiles_in_round(round), [&](int key, int j) { return scales[key][round * kSets + j]; });
   }
 }
 
 // Computes logits for the four warps of a team at once: the tensor cores read Q once for 64 keys, mma for 16.
 // It goes in parts of 64 dims, or of a smaller tile. Bytes are loaded a part ahead of their conversion, which
-// goes on while the products of the part before run. A tile's sum is added once the next tile has begun.
+// goes on while the products of the part before run. A tile's sum is added once the next tile has begun; over
+// two layouts all parts of a kind have one sum.
 template <class C>
 __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const RowScales<R> (&scales)[2],
                                                           float (&s)[kOctets][4]) const {
-  constexpr int kPartDims = R::kTileDims < 64 ? R::kTileDims : 64, kUnits = kPartDims / 32;
+  constexpr int kPartDims = !R::kMixed && R::kTileDims < 64 ? R::kTileDims : 64, kUnits = kPartDims / 32;
   constexpr int kBf16Parts = R::kBf16Dims / kPartDims, kParts = R::kDims / kPartDims;
-  constexpr int kPartsPerTile = R::kTileDims / kPartDims, kSteps = kPartDims / 16;
+  constexpr int kPartsPerTile = (R::kMixed ? R::kFp8Dims : R::kTileDims) / kPartDims, kSteps = kPartDims / 16;
   const uint64_t q = wgmma_descriptor(q_address(), C::kHeads * 16, 128);
   const uint32_t row = rows + keys_by_dims_;
   uint32_t k[2][kSteps][4], bytes[kUnits][4];
+  [[maybe_unused]] typename KeyFactors<R>::Words factors[kUnits];
   float acc[2][kOctets][4];  // tiles in turn; bf16 dims come first and count as one
   const auto fetch = [&](int part) {
     if (part < kBf16Parts) {
       fetch_bf16(k[part % 2], row, part);
     } else {
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) ldmatrix_x4(bytes[i], row + (part - kBf16Parts) * kPartDims + i * 32);
+      for (int i = 0; i < kUnits; ++i) {
+        const int dim = (part - kBf16Parts) * kPartDims + i * 32;
+        ldmatrix_x4(bytes[i], row + dim);
+        if constexpr (R::kMixed) factors[i] = KeyFactors<R>::load(rows, dim / 32, g_);
+      }
     }
   };
   const auto tile_of = [&](int part) { return part < kBf16Parts ? -1 : (part - kBf16Parts) / kPartsPerTile; };
@@ -150,6 +160,7 @@ __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const R
     float (&a)[kOctets][4] = acc[(tile + 1) % 2];
     pin_registers(a);
     if (tile >= 0) add_scaled(s, a, scales[0][tile], scales[1][tile]);
+    else if constexpr (R::kMixed) set(s, a);
     else add_scaled(s, a, 1.0f, 1.0f);
   };
   clear(s);
@@ -161,7 +172,11 @@ __device__ __forceinline__ void Consumer<C>::logits_wgmma(uint32_t rows, const R
               step = bf16 ? R::kFp8Dims / 16 + part * kSteps : (part - kBf16Parts) * kSteps;
     if (!bf16)
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) convert_keys(bytes[i], k[part % 2][2 * i], k[part % 2][2 * i + 1]);
+      for (int i = 0; i < kUnits; ++i) {
+        convert_keys(bytes[i], k[part % 2][2 * i], k[part % 2][2 * i + 1]);
+        if constexpr (R::kMixed)
+          KeyFactors<R>(factors[i], g_).apply(k[part % 2][2 * i], k[part % 2][2 * i + 1]);
+      }
     if (part + 1 < kParts && !(part + 1 < kBf16Parts)) fetch(part + 1);
     float (&a)[kOctets][4] = acc[(tile + 1) % 2];
     const bool new_tile = part == 0 || tile_of(part - 1) != tile;

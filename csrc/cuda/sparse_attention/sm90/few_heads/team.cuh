@@ -1,19 +1,8 @@
 #pragma once
-// A consumer warp: its loop over blocks, and the softmax between the products (products.cuh, mixed.cuh).
-#include "cuda/device/convert.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/mma.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/device/wgmma.cuh"
-#include "cuda/sparse_attention/row.cuh"
+// A consumer warp: its loop over blocks, and the softmax between the products (products.cuh).
 #include "cuda/sparse_attention/sm90/few_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
-#include "cuda/sparse_attention/sm90/softmax.cuh"
+#include "cuda/sparse_attention/sm90/mixed_row.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -72,19 +61,20 @@ class Consumer {
     // Others' rows are read behind a barrier of the team, whose members waited; racecheck does not see that.
     if constexpr (kForRacecheck && R::kMixed)
       for (int member = 0; member < kMembers; ++member) wait_full(first + member);
-    const uint32_t rows = ring_.stage(mine % C::kStages);
     RowScales<R> scales[2];  // keys g and g + 8
-    Block b;
     if constexpr (R::kMixed) {
-      attend_to_keys(mine % C::kStages, b);
-    } else {
-      const uint8_t* row = smem_ + MLA_SMEM(C, ring) + mine % C::kStages * C::kStageBytes + g_ * R::kPitch;
-      scales[0].load(row);
-      scales[1].load(row + 8 * R::kPitch);
-      if constexpr (C::kWgmma) logits_wgmma(rows, scales, b.s);
-      else logits_mma(rows, scales, b.s);
-      bring_scales_below_one(row, scales, smem_ + MLA_SMEM(C, valid) + mine % C::kStages * kStageRows, b);
+      const int* exponents = reinterpret_cast<const int*>(smem_ + MLA_SMEM(C, stage_exponents));
+      scales[0].e = scales[1].e = exponents[mine % C::kStages];
     }
+    const uint32_t rows = ring_.stage(mine % C::kStages);
+    Block b;
+    const uint8_t* row = smem_ + MLA_SMEM(C, ring) + mine % C::kStages * C::kStageBytes + g_ * R::kPitch;
+    if constexpr (!R::kMixed) scales[0].load(row), scales[1].load(row + 8 * R::kPitch);
+    if constexpr (C::kWgmma) logits_wgmma(rows, scales, b.s);
+    else logits_mma(rows, scales, b.s);
+    const uint8_t* valid = smem_ + MLA_SMEM(C, valid) + mine % C::kStages * kStageRows;
+    if constexpr (R::kMixed) take_exponent(scales[0].e, valid, b);
+    else bring_scales_below_one(row, scales, valid, b);
     if (finds_largest()) note_largest(b);
     const bool over = weigh(b);
     if constexpr (C::kShared) accumulate_shared(first, block / C::kTeams % 2, b, over);
@@ -233,10 +223,6 @@ class Consumer {
     }
     wgmma_commit();
   }
-  // The same over two layouts (mixed.cuh); attend_to_keys also finds what softmax needs besides.
-  __device__ void attend_to_keys(int stage, Block& b) const;
-  __device__ void mixed_logits_mma(uint32_t rows, int e, float (&s)[kOctets][4]) const;
-  __device__ void mixed_logits_wgmma(uint32_t rows, int e, float (&s)[kOctets][4]) const;
 
   // ---- weights ----
 
@@ -268,12 +254,28 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (scales[i].nan()) b.e[i] = NAN;
-        if (!masked[i]) continue;
-        b.e[i] = -INFINITY;
-#pragma unroll
-        for (int n = 0; n < kOctets; ++n) b.s[n][2 * i] = b.s[n][2 * i + 1] = 0.0f;  // it may be NaN
+        if (masked[i]) mask_key(i, b);
       }
     }
+  }
+
+  // The same over two layouts, where scales are below one already, in units of 2^e.
+  __device__ void take_exponent(int e, const uint8_t* valid, Block& b) const {
+    b.unscale = power_of_two(-e);
+    b.e[0] = b.e[1] = static_cast<float>(e);
+    const uint32_t state[2] = {valid[g_], valid[g_ + 8]};
+    if (__any_sync(kFullWarp, state[0] != kValidKey || state[1] != kValidKey)) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (state[i] & kNanKey) b.e[i] = NAN;
+        if (!state[i]) mask_key(i, b);
+      }
+    }
+  }
+  __device__ void mask_key(int i, Block& b) const {
+    b.e[i] = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) b.s[n][2 * i] = b.s[n][2 * i + 1] = 0.0f;  // it may be NaN
   }
 
   // Computes weights for the present bases. True: one of this lane's is too large for them.

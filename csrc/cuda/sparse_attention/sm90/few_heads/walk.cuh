@@ -1,20 +1,7 @@
 #pragma once
 // The walk of few_heads: a CTA goes through queries, several at once.
-#include "cuda/device/convert.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/keys.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/mixed.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/products.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/smem.cuh"
-#include "cuda/sparse_attention/sm90/few_heads/team.cuh"
-#include "cuda/sparse_attention/sm90/gather.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
-#include "cuda/sparse_attention/sm90/softmax.cuh"
-#include "cuda/sparse_attention/sm90/walk_item.cuh"
 #include "cuda/sparse_attention/sm90/walk_producers.cuh"
 
 namespace mla_fp8::gpu {
@@ -179,16 +166,7 @@ struct FewHeadsWalk {
   // All threads call it, a barrier later.
   __device__ __forceinline__ static void run(const KernelParams& params, uint8_t* smem, int warp, int lane) {
     if (warp >= kConsumerWarps) {
-      const int producer = warp - kConsumerWarps;
-      if constexpr (C::kExpanders > 0) {
-        if (producer >= C::kProducers) {
-          give_up_registers<C::kExpanderRegisters>();
-          return WalkExpander<C>(params, smem, producer - C::kProducers, lane).run();
-        }
-      }
-      give_up_registers<C::kProducerRegisters>();
-      if constexpr (C::kExpanders > 0) MixedWalkProducer<C>(params, smem, producer, lane).run();
-      else WalkProducer<C>(params, smem, producer, lane).run();
+      run_walk_producers<C>(params, smem, warp - kConsumerWarps, lane);
     } else {
       constexpr int kQueryWarps = C::kQueryTeams * C::kMembers;
       take_registers<C::kConsumerRegisters>();
