@@ -2,13 +2,7 @@
 // The gather: each producer warp fetches every kProducers-th stage of 16 valid keys, one bulk copy per key.
 #include <type_traits>
 
-#include "cuda/device/copy.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -2,12 +2,6 @@
 // The item of a CTA that takes one, a query and some of its heads: how it is found, and its keys surveyed.
 #include <cstddef>
 
-#include "cuda/device/cluster.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {

@@ -4,15 +4,8 @@
 // instructions, and the issue slots and shared memory that consumers lose. With up to 32 heads four warps do
 // only this, and no stage waits until its producer has fetched another. With 64 heads registers suffice for
 // producers only.
-#include "cuda/device/convert.cuh"
-#include "cuda/device/copy.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/mixed_row.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -3,16 +3,7 @@
 // its place in the ring. Other warps make rows of one kind of them (mixed_expand.cuh). Without such warps a
 // producer does it, when a stage has arrived or while it waits for a free one: so the whole ring is in
 // flight.
-#include "cuda/device/copy.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/sm90/gather.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/mixed_expand.cuh"
-#include "cuda/sparse_attention/sm90/mixed_row.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -16,9 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/device/math.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 #include "cuda/sparse_attention/sm90/softmax.cuh"
 
 namespace mla_fp8::gpu {

@@ -2,9 +2,6 @@
 // The scale of a head's Q, the lazy softmax, and the end of a head.
 #include <cmath>
 
-#include "cuda/device/convert.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {

@@ -2,13 +2,7 @@
 // The items of a CTA that walks through queries, and the survey of their keys ahead.
 #include <cstddef>
 
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -1,10 +1,5 @@
 #pragma once
 // The warpgroup that fetches Q of each item and the rows of its keys into swizzled panels.
-#include "cuda/device/copy.cuh"
-#include "cuda/device/divide.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/sm90/bf16_tiles/smem.cuh"
 
 namespace mla_fp8::gpu {

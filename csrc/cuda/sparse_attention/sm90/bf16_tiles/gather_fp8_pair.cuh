@@ -10,15 +10,6 @@
 // waits for all others (docs/notebook/kernels/bf16_tiles.md).
 #include <type_traits>
 
-#include "cuda/device/cluster.cuh"
-#include "cuda/device/convert.cuh"
-#include "cuda/device/copy.cuh"
-#include "cuda/device/divide.cuh"
-#include "cuda/device/global.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/sm90/bf16_tiles/gather.cuh"
 
 namespace mla_fp8::gpu {

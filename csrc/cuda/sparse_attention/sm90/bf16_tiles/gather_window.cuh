@@ -2,10 +2,6 @@
 // The gather for windows of up to 128 keys, with more than 32 heads. A CTA goes through consecutive queries:
 // from one to the next only one key comes and one goes. The two blocks are a ring of 128 keys, the one at
 // position p in row p % 128.
-#include "cuda/device/copy.cuh"
-#include "cuda/device/divide.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/shared.cuh"
 #include "cuda/sparse_attention/sm90/bf16_tiles/gather.cuh"
 
 namespace mla_fp8::gpu {

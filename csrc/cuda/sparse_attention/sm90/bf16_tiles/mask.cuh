@@ -2,7 +2,7 @@
 // The mask of a block's keys, and the clearing of keys that count for some rows of a tile only.
 #include <cstdint>
 
-#include "cuda/device/warp.cuh"
+#include "cuda/device/sm90.cuh"
 
 namespace mla_fp8::gpu {
 

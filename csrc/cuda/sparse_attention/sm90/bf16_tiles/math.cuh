@@ -1,16 +1,6 @@
 #pragma once
 // The two warpgroups that multiply. Group 0 has the weights of even blocks and the output's dims 0 to 255,
 // group 1 those of odd blocks and dims 256 to 511. Each also multiplies its half of the other's block.
-#include "cuda/device/cluster.cuh"
-#include "cuda/device/convert.cuh"
-#include "cuda/device/copy.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/mma.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/device/wgmma.cuh"
 #include "cuda/sparse_attention/sm90/bf16_tiles/output.cuh"
 
 namespace mla_fp8::gpu {

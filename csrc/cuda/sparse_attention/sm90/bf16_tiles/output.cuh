@@ -1,7 +1,5 @@
 #pragma once
 // Stores the output of the two warpgroups that multiply.
-#include "cuda/device/convert.cuh"
-#include "cuda/device/shared.cuh"
 #include "cuda/sparse_attention/sm90/bf16_tiles/smem.cuh"
 
 namespace mla_fp8::gpu {

@@ -2,13 +2,8 @@
 // The shared memory of bf16_tiles, its barriers, and the items of a CTA.
 #include <cstddef>
 
-#include "common/kv_layout.h"
-#include "cuda/device/divide.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/shared.cuh"
 #include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/sm90/bf16_tiles/mask.cuh"
-#include "ops/sparse_attention.h"
 
 namespace mla_fp8::gpu {
 

@@ -1,12 +1,6 @@
 #pragma once
 // Q of one CTA, in the order in which the tensor cores read it as the B operand of K Q^T.
-#include "cuda/device/convert.cuh"
-#include "cuda/device/copy.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 #include "cuda/sparse_attention/sm90/softmax.cuh"
 
 namespace mla_fp8::gpu {

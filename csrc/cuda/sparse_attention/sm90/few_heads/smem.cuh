@@ -14,12 +14,7 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "cuda/device/platform.cuh"
-#include "cuda/sparse_attention/keys.cuh"
-#include "cuda/sparse_attention/plan.h"
 #include "cuda/sparse_attention/row.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 #include "cuda/sparse_attention/sm90/segments.cuh"
 
 namespace mla_fp8::gpu {

@@ -1,23 +1,9 @@
 #pragma once
 // The logits warps: S^T = K Q^T and softmax.
-#include "cuda/device/convert.cuh"
-#include "cuda/device/copy.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/mma.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/keys.cuh"
-#include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/parts.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/query.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
-#include "cuda/sparse_attention/sm90/mixed_row.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
-#include "cuda/sparse_attention/sm90/softmax.cuh"
 #include "cuda/sparse_attention/sm90/walk_item.cuh"
 
 namespace mla_fp8::gpu {

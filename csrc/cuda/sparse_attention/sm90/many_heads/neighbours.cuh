@@ -13,15 +13,9 @@
 // others has their keys one after another; marks tell which queries see them.
 #include <type_traits>
 
-#include "cuda/device/global.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/keys.cuh"
 #include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/shares.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -8,19 +8,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "cuda/device/convert.cuh"
-#include "cuda/device/launch.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/mma.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/sparse_attention/row.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/shares.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 #include "cuda/sparse_attention/sm90/segments.cuh"
-#include "cuda/sparse_attention/sm90/softmax.cuh"
 
 namespace mla_fp8::gpu {
 

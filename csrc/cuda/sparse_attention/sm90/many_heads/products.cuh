@@ -1,13 +1,6 @@
 #pragma once
 // Pieces of the products over raw rows by wgmma: scales, K Q^T, changes of O's bases.
-#include "cuda/device/convert.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/device/wgmma.cuh"
-#include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/mixed_row.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {
 

@@ -5,11 +5,6 @@
 //
 // A part is a range of blocks of a tile's keys, and has one CTA. It writes the output of a tile without other
 // parts, else it leaves its part of the result for a second grid (parts.cuh).
-#include "cuda/device/global.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/sm90/params.cuh"
 
 namespace mla_fp8::gpu {

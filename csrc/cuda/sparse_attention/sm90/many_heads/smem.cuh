@@ -3,14 +3,8 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/sparse_attention/keys.cuh"
-#include "cuda/sparse_attention/row.cuh"
-#include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/products.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
 #include "cuda/sparse_attention/sm90/segments.cuh"
 
 namespace mla_fp8::gpu {

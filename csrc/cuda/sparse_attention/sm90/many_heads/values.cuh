@@ -1,21 +1,8 @@
 #pragma once
 // The value warps: O^T += V^T P^T. Each has 16 dims of each of its warpgroup's four chunks, and all heads.
-#include "cuda/device/convert.cuh"
-#include "cuda/device/copy.cuh"
-#include "cuda/device/math.cuh"
-#include "cuda/device/mbarrier.cuh"
-#include "cuda/device/roles.cuh"
-#include "cuda/device/shared.cuh"
-#include "cuda/device/warp.cuh"
-#include "cuda/device/wgmma.cuh"
-#include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/parts.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
-#include "cuda/sparse_attention/sm90/mixed_row.cuh"
-#include "cuda/sparse_attention/sm90/params.cuh"
-#include "cuda/sparse_attention/sm90/softmax.cuh"
 #include "cuda/sparse_attention/sm90/walk_item.cuh"
 
 namespace mla_fp8::gpu {
