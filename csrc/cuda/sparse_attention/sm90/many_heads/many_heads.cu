@@ -32,8 +32,6 @@
 #include "cuda/sparse_attention/sm90/walk_producers.cuh"
 
 namespace mla_fp8::gpu {
-namespace {
-
 // One thread calls it.
 template <class C>
 __device__ __forceinline__ void init_barriers(uint8_t* smem) {
@@ -97,6 +95,8 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
     }
   }
 }
+
+namespace {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
