@@ -39,30 +39,7 @@ void run_plans(Op op, const SparseAttentionParams& p, gpuStream_t stream) {
   run(p.of_tokens(0, first.queries > 0 ? first.queries : p.num_tokens), first, stream);
 }
 
-struct NoLists {
-  int32_t* lists;
-  int64_t num_tiles, words;
-};
-__global__ void no_lists_kernel(const __grid_constant__ NoLists x) {
-  wait_for_previous_grid();
-  const int64_t tile = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (tile < x.num_tiles) x.lists[tile * x.words] = -1;
-}
-
 }  // namespace
-
-void plan_shared_keys(const SparseAttentionParams& p, gpuStream_t stream) {
-  auto* const lists = reinterpret_cast<int32_t*>(p.workspace);
-  SparseAttentionParams with_lists = p;
-  with_lists.shared_keys = lists;
-  if (const auto sharing = plan_sharing(Op::kDecode, with_lists, this_gpu()))
-    return launch_shared_keys(p, sharing->most_shared, lists, stream);
-  constexpr int kBlock = 256;
-  const SharedKeysShape shape(p);
-  launch(no_lists_kernel,
-         {.grid = ceil_div(shape.num_tiles, int64_t{kBlock}), .block = kBlock, .stream = stream},
-         NoLists{lists, shape.num_tiles, shape.words});
-}
 
 int64_t sparse_decode_workspace(const SparseAttentionParams& p) {
   return planned<workspace_of_call>(Op::kDecode, p, this_gpu());

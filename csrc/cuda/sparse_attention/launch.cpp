@@ -27,10 +27,5 @@ void launch_plan(const SparseAttentionParams& p, const Plan& plan, gpuStream_t s
     default: throw no_such_kernel(plan);
   }
 }
-#if !MLA_FP8_WITH_SM90A
-void launch_shared_keys(const SparseAttentionParams&, int, int32_t*, gpuStream_t) {
-  throw no_such_kernel({});
-}
-#endif
 
 }  // namespace mla_fp8::gpu

@@ -15,11 +15,16 @@
 // instructions.
 #include <algorithm>
 
-#include "cuda/device/sm90.cuh"
+#include "cuda/device/cluster.cuh"
+#include "cuda/device/divide.cuh"
+#include "cuda/device/launch.cuh"
+#include "cuda/device/roles.cuh"
+#include "cuda/device/shared.cuh"
+#include "cuda/device/warp.cuh"
 #include "cuda/sparse_attention/launch.h"
 
-namespace mla_fp8::gpu {
-namespace {
+// Not an anonymous namespace: on other GPUs than Hopper nobody calls most of this.
+namespace mla_fp8::gpu::lists {
 
 constexpr int kThreads = 1024, kWarps = kThreads / kWarpSize;
 constexpr int kOfLane = 4, kUnit = kOfLane * kWarpSize;  // entries
@@ -243,9 +248,23 @@ __global__ void __launch_bounds__(kThreads, 2) shared_keys_kernel(const __grid_c
 #endif
 }
 
-}  // namespace
+// Where no kernel would use a list.
+struct NoLists {
+  int32_t* lists;
+  int64_t num_tiles, words;
+};
+__global__ void no_lists_kernel(const __grid_constant__ NoLists x) {
+  wait_for_previous_grid();
+  const int64_t tile = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (tile < x.num_tiles) x.lists[tile * x.words] = -1;
+}
+
+}  // namespace mla_fp8::gpu::lists
+
+namespace mla_fp8::gpu {
 
 void launch_shared_keys(const SparseAttentionParams& p, int most_shared, int32_t* lists, gpuStream_t stream) {
+  using namespace lists;
   const SharedKeysShape shape(p);
   const auto scope = [&](const KvScope& s) {
     return ListScope{s.indices, s.indices_stride_token, s.topk_length, static_cast<int>(s.topk),
@@ -276,6 +295,19 @@ void launch_shared_keys(const SparseAttentionParams& p, int most_shared, int32_t
                     .lists = lists,
                     .words = shape.words,
                     .capacity = static_cast<unsigned>(shape.capacity)});
+}
+
+void plan_shared_keys(const SparseAttentionParams& p, gpuStream_t stream) {
+  auto* const to = reinterpret_cast<int32_t*>(p.workspace);
+  SparseAttentionParams with_lists = p;
+  with_lists.shared_keys = to;
+  if (const auto sharing = plan_sharing(Op::kDecode, with_lists, {compute_major(), num_processors()}))
+    return launch_shared_keys(p, sharing->most_shared, to, stream);
+  constexpr int kBlock = 256;
+  const SharedKeysShape shape(p);
+  launch(lists::no_lists_kernel,
+         {.grid = ceil_div(shape.num_tiles, int64_t{kBlock}), .block = kBlock, .stream = stream},
+         lists::NoLists{to, shape.num_tiles, shape.words});
 }
 
 }  // namespace mla_fp8::gpu
