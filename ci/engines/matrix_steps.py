@@ -211,7 +211,8 @@ STEPS = {
     ),
     "sglang_layer_right": Step(
         "SGLang, our ops around attention: graphs, 16 heads, and exact attention; speculation",
-        sides(16, **SGLANG, who=("stock", "layer", "exact"))
+        sides(16, **SGLANG, who=("stock", "layer"))
+        + sides(16, **(SGLANG | {"kv": "sglang_bf16"}), who=("exact",))
         + sides(16, **SGLANG, who=("layer",), more=("--mtp", "3")),
         320,
     ),
@@ -254,8 +255,7 @@ STEPS = {
     "sglang_v41_index": Step(
         "SGLang, DeepSeek V4.1 with a publisher and consumers of blocks: its indexer and index_topk, graphs",
         sides(16, **SGLANG_V41_LEVELS, who=("stock", "ours", "index", "exact"))
-        + sides(16, **SGLANG_V41_LEVELS, who=("index",), more=("--eager",))
-        + sides(16, **SGLANG_V41_LEVELS, who=("index",), more=("--mtp", "3")),
+        + sides(16, **SGLANG_V41_LEVELS, who=("index",), more=("--eager",)),
         280,
     ),
     "sglang_v41_index_speed": Step(

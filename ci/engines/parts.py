@@ -22,7 +22,7 @@ PARTS = {
     ),
     "indexer": (
         "mqa_logits", "index_scan", "index_merge", "index_logits", "gather_indexer", "topk_?unified",
-        "top_?kper_row", "(persistent|sampled|cooperative)_topk", "topk_transform", "fast_topk",
+        "topk_main", "top_?kper_row", "(persistent|sampled|cooperative)_topk", "topk_transform", "fast_topk",
         "filtered_topk", "radix_topk", "_upcast_logits", "_block_scores", "_finalize_candidates",
         "_keylist", "_mask_candidates", "fp32_logits",
     ),
@@ -95,8 +95,13 @@ class Step:
 
     @property
     def launches(self) -> float:
-        """Launches that are neither of NOT_OURS nor the engine's norms and activation."""
-        return sum(n for part, (_, n) in self.parts.items() if part not in (*NOT_OURS, "norms, activation"))
+        """Launches of a layer that are neither of NOT_OURS nor the engine's norms and activation.
+
+        What runs at most in half of the layers belongs to the step.
+        """
+        others = (*NOT_OURS, "norms, activation")
+        counts = [n for name, (_, n) in self.kernels.items() if part_of(name) not in others]
+        return sum(n for n in counts if 2 * n > self.layers) / self.layers
 
     def longest(self, part: str, most: int = 3) -> list[str]:
         named = sorted((us, name) for name, (us, _) in self.kernels.items() if part_of(name) == part)

@@ -50,7 +50,8 @@ def exact_of(name: str, found: dict[str, dict]) -> tuple[dict, int | None]:
     """
     who, heads, cache = _without_options(name).split("-")
     if who in WRITES_ROWS:
-        return found.get(f"exact-{heads}-bfloat16-eager", {}), TOPK
+        bf16 = "sglang_bf16" if cache.startswith("sglang") else "bfloat16"
+        return found.get(f"exact-{heads}-{bf16}-eager", {}), TOPK
     return found.get(f"exact-{heads}-{cache}-eager", {}), None
 
 

@@ -30,7 +30,12 @@ SGLANG_PLUGINS = {
     "hisparse": "mla_fp8_engines,mla_fp8,mla_fp8_hisparse",
 }  # fmt: skip
 # By model what prompts attend to: bf16 rows, FP8 pages.
-PREFILL_BACKENDS = {"sglang": "flashmla_sparse", "sglang_pages": "flashmla_kv"}  # V3.2
+BF16 = "sglang_bf16"  # the yardstick of who writes rows of its own
+PREFILL_BACKENDS = {  # of V3.2
+    "sglang": "flashmla_sparse",
+    "sglang_pages": "flashmla_kv",
+    BF16: "flashmla_sparse",
+}
 V41_ROWS = ("sglang_v41_rows", "sglang_v41_rows_pages")  # V4.1 with its own rows
 V4_PREFILL_OVER_ROWS = {
     "sglang_v4": "1", "sglang_v4_pages": "0", "sglang_v41": "1", "sglang_v41_pages": "0",
@@ -98,7 +103,7 @@ def server_arguments(args: argparse.Namespace, folder: Path) -> dict:
     most = max(args.batches, default=16)
     own = {
         "model_path": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
-        "kv_cache_dtype": "fp8_e4m3",
+        "kv_cache_dtype": "bfloat16" if args.kv == BF16 else "fp8_e4m3",
         "max_total_tokens": (most + 2) * (args.context + model.MAX_LENGTH // 2),
         "mem_fraction_static": 0.7,  # of what is free: max_total_tokens is less
         "max_running_requests": most, "context_length": 2 * model.MAX_LENGTH, "random_seed": 0,
@@ -107,7 +112,8 @@ def server_arguments(args: argparse.Namespace, folder: Path) -> dict:
         "enforce_disable_flashinfer_allreduce_fusion": True,  # FlashInfer is not packed
     }  # fmt: skip
     if args.kv in PREFILL_BACKENDS:
-        own |= {"dsa_decode_backend": "flashmla_kv", "dsa_prefill_backend": PREFILL_BACKENDS[args.kv]}
+        own |= {"dsa_decode_backend": "flashmla_sparse" if args.kv == BF16 else "flashmla_kv"}
+        own |= {"dsa_prefill_backend": PREFILL_BACKENDS[args.kv]}
     else:
         own |= {"moe_runner_backend": "triton"}  # there are no experts: any that needs no package
         own |= {"swa_full_tokens_ratio": 1.0}  # a row of the window for every token: prompts stay cached

@@ -30,6 +30,7 @@ WHO = {
     "layer": "+ layer ops",
     "whole": "+ index_topk",
 }
+OTHERS = tuple(dict.fromkeys(list(WHO.values())[1:]))
 Bar = dict[str, float]
 Case = tuple[str, str, str, str, str]  # engine, model, heads, phase, requests
 
@@ -80,33 +81,21 @@ def images() -> dict[str, str]:
 
 
 def table() -> str:
-    """A line for each step: what is no GEMM and no hyper-connection, by whose kernels."""
+    """What is no GEMM and no hyper-connection, by whose kernels, a line for each step that the charts show."""
     rows, found = [], read()
-    engines = {case[0] for case in found}
     for case, sides in found.items():
+        if case[4] == "32":
+            continue
         mine = {
             who: sum(us for p, us in bar(parts).items() if p not in NOT_OURS) for who, parts in sides.items()
         }
-        stock, *others = mine.items()
-        cells = [f"{us:.0f} ({us / stock[1]:.2f})" for _, us in others]
-        engine, model, *_ = case
-        rows.append(
-            [
-                model if len(engines) == 1 else f"{model} in {engine}",
-                named(case),
-                f"{stock[1]:.0f}",
-                *cells,
-                *[""] * (3 - len(cells)),
-            ]
-        )
-    head = [
-        "",
-        f"a layer of a step{f' in {engines.pop()}' if len(engines) == 1 else ''}",
-        "FlashMLA, us",
-        "mla_fp8 (of it)",
-        "with layer ops",
-        "and index_topk",
-    ]
+        stock = mine.pop("stock")
+        cells = {WHO[who]: f"{us:.0f} ({us / stock:.2f})" for who, us in mine.items()}
+        engine, model, heads, phase, requests = case
+        step = phase if phase == "prefill" else f"decode of {requests}"
+        of = f"{model.partition(',')[0]}, {engine.partition(' ')[0]}", heads, step
+        rows.append([*of, f"{stock:.0f}", *(cells.get(who, "") for who in OTHERS)])
+    head = ["model", "heads", "step", "FlashMLA", *OTHERS]
     return markdown(head, rows)
 
 

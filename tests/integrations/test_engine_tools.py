@@ -75,6 +75,7 @@ def test_an_entry_that_is_not_understood_changes_nothing(tmp_path):
         ("sparse_mla_index_remap_kernel", "indices"),
         ("void vllm::fused_add_rms_norm_kernel<...>", "norms, activation"),
         ("mhc_pre_big_fuse_tilelang_kernel", "hyper-connections"),
+        ("void sglang::topk_main_kernel<true, 2>", "indexer"),
         ("a_kernel_of_nobody", "rest"),
     ],
 )
@@ -82,6 +83,13 @@ def test_a_kernel_belongs_to_one_part(kernel, part, tools):
     import parts  # noqa: PLC0415
 
     assert parts.part_of(kernel) == part
+
+
+def test_launches_of_a_step_are_not_those_of_a_layer(tools):
+    import parts  # noqa: PLC0415
+
+    kernels = {"attention_decode": (60, 6), "memcpy": (5, 5), "fill_functor": (1, 1), "nvjet_tst": (90, 12)}
+    assert parts.Step(kernels, layers=6).launches == 11 / 6
 
 
 def test_kernels_that_overlap_are_counted_once(tools):
