@@ -81,7 +81,7 @@ def images() -> dict[str, str]:
 
 
 def table() -> str:
-    """What is no GEMM and no hyper-connection, by whose kernels, a line for each step that the charts show."""
+    """What is no GEMM and no hyper-connection, by whose kernels, a line for each step of the charts."""
     rows, found = [], read()
     for case, sides in found.items():
         if case[4] == "32":

@@ -42,10 +42,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 # Compiled for Hopper, and not run on a GPU since they were written.
-NOT_RUN: set[str] = {
-    "merge_attention_states", "merge_partial_states", "merge_topk", "pool_index_k",
-    "resolve_hot_rows", "copy_host_rows", "store_host_rows", "forget_rows",
-}  # fmt: skip
+NOT_RUN: set[str] = set()
 
 
 def registered(macro: str) -> set[str]:
