@@ -132,13 +132,8 @@ Priced plan_sm90(Op op, const SparseAttentionParams& p, int num_sms) {
   if (p.batch_invariant) return {plan_in_any_batch(op, p, num_sms)};
   if ((prefills || decodes_in_tiles(p)) && bf16_tiles_fit(p, num_sms))
     return {{variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts()), 1, num_sms}};
-  if (prefills && p.has_entry_pages) {
-    const Priced shared = shared_tiles(p, num_sms), tiles = cheapest_tiles(p, num_sms);
-    const double alone_us = cheapest_split(p, num_sms).us,
-                 pages_us = kUsOfPagePerKey * static_cast<double>(num_keys(p));
-    if (shared.us < std::min(kMostOfEqualTiles * tiles.us, alone_us + pages_us)) return shared;
-    if (tiles.us < kMostOfQueriesAlone * alone_us) return tiles;
-  }
+  if (prefills && p.has_entry_pages)
+    if (const auto tiles = plan_entry_tiles(p, num_sms)) return *tiles;
   if ((prefills || walks_in_decode(p, num_sms)) && walks(p, num_sms)) return {{*walk_variant(p), 1, num_sms}};
   if (p.num_tokens < kMaxSplitQueries) return plan_split(p, num_sms);
   return {{variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layouts())}};

@@ -81,9 +81,6 @@ inline int64_t resident(int ctas, int num_sms) {  // clusters
   return 1;
 }
 
-inline int teams(const Price& c) { return c.kernel == Kernel::kFewHeads ? 32 / c.heads : 1; }
-inline int block_keys(const Price& c) { return c.heads == kOctet ? 32 : 64; }
-
 // ---- time ----------------------------------------------------------------------------------------------
 
 // Runs of a query of `blocks` blocks, of at most `most`.
@@ -101,7 +98,8 @@ inline constexpr double kHalfRound = 0.62, kLastRound = 0.92;
 
 // Returns the us of all queries by a plan: what the longest CTA of each wave does, times prices.
 inline double us_of(const SparseAttentionParams& p, const Price& price, const Plan& plan, int num_sms) {
-  const int ctas = plan.splits, block = block_keys(price), num_teams = teams(price);
+  const int ctas = plan.splits, block = price.heads == kOctet ? 32 : 64;
+  const int num_teams = price.kernel == Kernel::kFewHeads ? 32 / price.heads : 1;
   const int64_t keys = num_keys(p), blocks = ceil_div(keys, int64_t{block});
   const int64_t head_blocks = ceil_div(p.num_q_heads, price.heads), items = p.num_tokens * head_blocks;
   double waves = 1, keys_of_cta = 0, runs = 0, waits = 0;  // in a wave; `waits`: results in local memory

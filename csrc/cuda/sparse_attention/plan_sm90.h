@@ -193,40 +193,36 @@ inline SparseAttentionParams as_tiles(SparseAttentionParams p) {
     for (KvScope& scope : p.scopes) scope.topk += scope.topk * (requests - 1) / p.num_tokens;
   return p;
 }
-inline const Variant* variant_of_tiles(const SparseAttentionParams& p) {
-  const Variant* const v =
-      find_variant(Kernel::kManyHeads, Schedule::kSplit, rows_of_entry_tile(p), p.layouts());
-  return v && attends_to_tiles(*v, p.layouts()) ? v : nullptr;
-}
-
-// Tiles whose keys all SMs share: no wave is partly empty, and a request has SMs in proportion to its
-// keys. The parts meet in the workspace, in a second launch.
 inline Plan share_tiles(const Variant& v, const SparseAttentionParams& p, int num_sms) {
   return {.variant = v,
           .ctas = static_cast<int>(std::min<int64_t>(num_sms, num_entry_tiles(p) * kMaxTileParts)),
           .tile_queries = entry_tile_queries(p)};
 }
-inline Priced shared_tiles(const SparseAttentionParams& p, int num_sms) {
-  const Variant* const v = variant_of_tiles(p);
-  const int64_t tiles = num_entry_tiles(p);
-  if (p.batch_invariant || !v || tiles > num_sms || num_keys(p) + kMaxTileQueries >= kMaxKeys) return {};
-  const Plan plan = share_tiles(*v, p, num_sms);
-  if (workspace_size(plan, p) > p.workspace_floats) return {};
-  const int64_t parts = plan.ctas / tiles, keys = num_keys(plan.tile_queries > 1 ? as_tiles(p) : p);
-  const Price::Of& of = price_of(v->kernel, v->schedule, Reads::kSharedTiles, v->heads).of;
-  return {plan, of.wave_us + of.key_ns * 1e-3 * static_cast<double>(ceil_div(keys, parts)) +
-                    of.run_us * static_cast<double>(parts)};
-}
-// Tiles with a CTA each. Without tiles the time stays infinite.
-inline Priced cheapest_tiles(const SparseAttentionParams& p, int num_sms) {
-  const Variant* const v = variant_of_tiles(p);
+// Returns a plan of tiles that beats that of queries alone, or none. If all SMs can share the tiles, no wave
+// is partly empty, and a request has SMs in proportion to its keys. Parts meet in the workspace then, in a
+// second launch.
+inline std::optional<Priced> plan_entry_tiles(const SparseAttentionParams& p, int num_sms) {
   const int queries = entry_tile_queries(p);
-  if (queries == 1 || num_keys(p) + queries >= kMaxKeys || !v) return {};
-  SparseAttentionParams tiles = as_tiles(p);
+  const Variant* const v =
+      find_variant(Kernel::kManyHeads, Schedule::kSplit, rows_of_entry_tile(p), p.layouts());
+  if (!v || !attends_to_tiles(*v, p.layouts()) || num_keys(p) + kMaxTileQueries >= kMaxKeys) return {};
+  SparseAttentionParams tiles = queries > 1 ? as_tiles(p) : p;
   tiles.num_q_heads = v->heads;
-  Plan plan{*v};
-  plan.tile_queries = queries;
-  return {plan, us_of(tiles, price_of(v->kernel, v->schedule, Reads::kTiles, v->heads), plan, num_sms)};
+  Priced each{{.variant = *v, .tile_queries = queries}};  // with a CTA each
+  if (queries > 1)
+    each.us = us_of(tiles, price_of(v->kernel, v->schedule, Reads::kTiles, v->heads), each.plan, num_sms);
+  const double alone_us = cheapest_split(p, num_sms).us,
+               pages_us = kUsOfPagePerKey * static_cast<double>(num_keys(p));
+  Priced shared{share_tiles(*v, p, num_sms)};
+  if (num_entry_tiles(p) <= num_sms && workspace_size(shared.plan, p) <= p.workspace_floats) {
+    const Price::Of& of = price_of(v->kernel, v->schedule, Reads::kSharedTiles, v->heads).of;
+    const int64_t parts = shared.plan.ctas / num_entry_tiles(p);
+    shared.us = of.wave_us + of.key_ns * 1e-3 * static_cast<double>(ceil_div(num_keys(tiles), parts)) +
+                of.run_us * static_cast<double>(parts);
+    if (shared.us < std::min(kMostOfEqualTiles * each.us, alone_us + pages_us)) return shared;
+  }
+  if (each.us < kMostOfQueriesAlone * alone_us) return each;
+  return {};
 }
 
 // ---- queries that share keys (ops/shared_keys.h) -------------------------------------------------------
