@@ -1,5 +1,5 @@
 // paged_attention_ragged on every GPU here (sm_80 and newer; CDNA through csrc/hip), and its latent form on
-// CDNA. On NVIDIA's GPUs the latent form is in sparse_attention/portable/ragged.cu.
+// CDNA. On NVIDIA's GPUs the latent form is in paged_attention_ragged_latent.cu.
 //
 // A block takes 16 rows and one split of their request's keys. A row is a (query token, head of the group) of
 // one request and KV head. For each block of 32 keys:
@@ -21,9 +21,9 @@
 
 #include "cuda/device/launch.cuh"
 #include "cuda/device/math.cuh"
+#include "cuda/paged_attention_ragged/latent.h"
 #include "cuda/paged_attention_ragged/scores.cuh"
 #include "cuda/paged_attention_ragged/values.cuh"
-#include "cuda/sparse_attention/portable/ragged.h"
 
 // Not an anonymous namespace: csrc/hip finds kernels by name, so types of template arguments need names.
 namespace mla_fp8::gpu::ragged {

@@ -3,8 +3,8 @@
 // flash-attention loop in at most 99 KB of shared memory, the most of a CTA on sm_86, sm_89 and sm_120.
 //
 // A CTA of 8 warps takes one query token, 16, 32 or 64 of its heads (M of an mma), and one of `splits` parts
-// of its keys. KeysOf says which keys: portable.cu those of sparse attention, ragged.cu the pages of a
-// request. For each block of 32 keys:
+// of its keys. KeysOf says which keys: portable.cu those of sparse attention,
+// paged_attention_ragged_latent.cu the pages of a request. For each block of 32 keys:
 //
 //   gather   copies rows as stored into a stage, by cp.async, a block ahead; zeros past the end. One warp has
 //            looked up where they lie, a block before that; warps take turns. Rows come through the L1 if the

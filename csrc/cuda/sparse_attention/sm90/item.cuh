@@ -189,11 +189,5 @@ __device__ __forceinline__ KeySurvey end_survey(const KernelParams& params, type
   }
   return read_survey<C>(params, w, shared, warp, lane);
 }
-template <class C, class Meanwhile>
-__device__ __forceinline__ KeySurvey survey_query(const KernelParams& params, typename C::Item& w,
-                                                  uint8_t* smem, int warp, int lane, Meanwhile&& meanwhile) {
-  survey_part<C>(params, w, smem, warp, lane, meanwhile);
-  return end_survey<C>(params, w, smem, warp, lane);
-}
 
 }  // namespace mla_fp8::gpu

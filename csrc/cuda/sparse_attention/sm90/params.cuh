@@ -66,16 +66,14 @@ __device__ __forceinline__ void leave_grid(bool follows) {
 }
 
 template <class C>
-int blocks_of_heads(const SparseAttentionParams& p, const Plan& plan) {
-  return plan.tile_queries > 1 || plan.takes_lists ? 1 : ceil_div(p.num_q_heads, C::kHeads);
-}
-template <class C>
-KernelParams kernel_params(const SparseAttentionParams& p, const Plan& plan) {
-  const bool shares = shares_tiles(plan);
-  const int head_blocks = blocks_of_heads<C>(p, plan);
-  const int64_t tiles = ceil_div(p.num_tokens, int64_t{plan.tile_queries});
+KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
+                          gpuStream_t stream) {
   const SharedKeysShape shared(p);
-  return {
+  const int head_blocks = plan.tile_queries > 1 || plan.takes_lists ? 1 : ceil_div(p.num_q_heads, C::kHeads);
+  const int64_t tiles =
+      plan.takes_lists ? shared.queries.count() : ceil_div(p.num_tokens, int64_t{plan.tile_queries});
+  const int64_t items = tiles * head_blocks;
+  const KernelParams params{
       .p = p,
       .splits = Divider(plan.splits),
       .head_blocks = Divider(head_blocks),
@@ -84,18 +82,10 @@ KernelParams kernel_params(const SparseAttentionParams& p, const Plan& plan) {
       .run_blocks = run_blocks(p),
       .most_runs = plan.most_runs,
       .tile_queries = plan.tile_queries,
-      .num_tiles = shares ? static_cast<int>(tiles * head_blocks) : 0,
+      .num_tiles = shares_tiles(plan) ? static_cast<int>(items) : 0,
       .page_size = {Divider(p.scopes[0].page_size), Divider(p.scopes[p.num_scopes - 1].page_size)},
       .shared = {p.shared_keys, shared.words, static_cast<int>(shared.capacity), shared.queries},
   };
-}
-template <class C>
-KernelParams launch_items(void (*kernel)(KernelParams), const SparseAttentionParams& p, const Plan& plan,
-                          gpuStream_t stream) {
-  const KernelParams params = kernel_params<C>(p, plan);
-  const int64_t tiles =
-      plan.takes_lists ? params.shared.queries.count() : ceil_div(p.num_tokens, int64_t{plan.tile_queries});
-  const int64_t items = tiles * blocks_of_heads<C>(p, plan);
   const bool walks = plan.variant.schedule == Schedule::kWalk;
   launch(kernel,
          {.grid = walks                ? std::min<int64_t>(ceil_div(items, int64_t{C::kQueries}), plan.ctas)

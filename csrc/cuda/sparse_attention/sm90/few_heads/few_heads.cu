@@ -325,9 +325,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   extern __shared__ __align__(128) uint8_t smem[];
   const int thread = threadIdx.x, lane = thread % kWarpSize;
   const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  if (thread == 0) FewHeadsWalk<C>::init(smem);
+  if (thread == 0) init_walk<C>(smem);
   wait_for_previous_grid();
-  if (WalkItem<C>::has_any(params)) FewHeadsWalk<C>::run(params, smem, warp, lane);
+  if (WalkItem<C>::has_any(params)) walk<C>(params, smem, warp, lane);
 #endif
 }
 

@@ -155,53 +155,48 @@ class WalkFinish {
 
 // ---- a CTA ----------------------------------------------------------------------------------------------
 
+// One thread calls it.
 template <class C>
-struct FewHeadsWalk {
-  // One thread calls it.
-  __device__ static void init(uint8_t* smem) {
-    Ring<C>{shared_address(smem)}.init();
-    for (int place = 0; place < C::kQueries; ++place) WalkSurveys<C>(smem, place).init();
-    mbarrier_init_fence();
+__device__ __forceinline__ void init_walk(uint8_t* smem) {
+  Ring<C>{shared_address(smem)}.init();
+  for (int place = 0; place < C::kQueries; ++place) WalkSurveys<C>(smem, place).init();
+  mbarrier_init_fence();
+}
+// All threads call it, a barrier later.
+template <class C>
+__device__ __forceinline__ void walk(const KernelParams& params, uint8_t* smem, int warp, int lane) {
+  if (warp >= kConsumerWarps) return run_walk_producers<C>(params, smem, warp - kConsumerWarps, lane);
+  constexpr int kQueryWarps = C::kQueryTeams * C::kMembers;
+  take_registers<C::kConsumerRegisters>();
+  Consumer<C> consumer(params, smem, warp, lane);
+  WalkFinish<C> finish(params, consumer, smem, lane);
+  const int place = consumer.query_place(), warp_in_place = warp % kQueryWarps;
+  int block = consumer.team();  // in the ring's sequence
+  const WalkSurveys<C> surveys(smem, place);
+  // n counts the place's queries. Before query n the keys of query n + 1 are surveyed.
+  unsigned i = 0, ahead = WalkItem<C>::first(params, place);
+  for (int n = -1; n < 0 || i < WalkItem<C>::count(params);
+       ++n, i = ahead, ahead = WalkItem<C>::next(params, ahead)) {
+    const WalkItem<C> item(params, i), next(params, ahead);
+    const bool has_next = ahead < WalkItem<C>::count(params);
+    int lane = threadIdx.x % kWarpSize;
+    asm volatile("" : "+r"(lane));  // else all addresses of Q would be found once, and spilled
+    Query<C, kQueryWarps> q;
+    if (n >= 0) q.load(params.p, item.query, item.first_head, warp_in_place, lane);
+    if (has_next) surveys.write(n + 1, params.p, Keys(params.p, next.query), warp_in_place, lane);
+    if (n < 0) continue;
+    finish.barrier(place);  // the place of Q is free again
+    q.store(smem + MLA_SMEM(C, q) + place * C::kQBytes,
+            reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale)) + place * C::kHeads, warp_in_place, lane);
+    finish.barrier(place);
+    consumer.init();
+    if (has_next) q.prefetch(params.p, next.query, next.first_head, warp_in_place, lane);
+    const int num_keys = surveys.read(n, lane).num_keys;
+    for (int first = consumer.team() % C::kQueryTeams * C::kBlockKeys; first < num_keys;
+         first += C::kQueryTeams * C::kBlockKeys, block += C::kTeams)
+      consumer.attend(block);
+    finish.run(item.query, item.first_head);
   }
-  // All threads call it, a barrier later.
-  __device__ __forceinline__ static void run(const KernelParams& params, uint8_t* smem, int warp, int lane) {
-    if (warp >= kConsumerWarps) {
-      run_walk_producers<C>(params, smem, warp - kConsumerWarps, lane);
-    } else {
-      constexpr int kQueryWarps = C::kQueryTeams * C::kMembers;
-      take_registers<C::kConsumerRegisters>();
-      Consumer<C> consumer(params, smem, warp, lane);
-      WalkFinish<C> finish(params, consumer, smem, lane);
-      const int place = consumer.query_place(), warp_in_place = warp % kQueryWarps;
-      int block = consumer.team();  // in the ring's sequence
-      const WalkSurveys<C> surveys(smem, place);
-      // n counts the place's queries. Before query n the keys of query n + 1 are surveyed.
-      unsigned i = 0, ahead = WalkItem<C>::first(params, place);
-      for (int n = -1; n < 0 || i < WalkItem<C>::count(params);
-           ++n, i = ahead, ahead = WalkItem<C>::next(params, ahead)) {
-        const WalkItem<C> item(params, i), next(params, ahead);
-        const bool has_next = ahead < WalkItem<C>::count(params);
-        int lane = threadIdx.x % kWarpSize;
-        asm volatile("" : "+r"(lane));  // else all addresses of Q would be found once, and spilled
-        Query<C, kQueryWarps> q;
-        if (n >= 0) q.load(params.p, item.query, item.first_head, warp_in_place, lane);
-        if (has_next) surveys.write(n + 1, params.p, Keys(params.p, next.query), warp_in_place, lane);
-        if (n < 0) continue;
-        finish.barrier(place);  // the place of Q is free again
-        q.store(smem + MLA_SMEM(C, q) + place * C::kQBytes,
-                reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale)) + place * C::kHeads, warp_in_place,
-                lane);
-        finish.barrier(place);
-        consumer.init();
-        if (has_next) q.prefetch(params.p, next.query, next.first_head, warp_in_place, lane);
-        const int num_keys = surveys.read(n, lane).num_keys;
-        for (int first = consumer.team() % C::kQueryTeams * C::kBlockKeys; first < num_keys;
-             first += C::kQueryTeams * C::kBlockKeys, block += C::kTeams)
-          consumer.attend(block);
-        finish.run(item.query, item.first_head);
-      }
-    }
-  }
-};
+}
 
 }  // namespace mla_fp8::gpu

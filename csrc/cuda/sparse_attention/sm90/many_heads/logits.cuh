@@ -20,28 +20,24 @@ class BlockLogits {
       : params_(params),
         p_(params.p),
         x_(smem),
-        bytes_(smem),
         ring_{shared_address(smem)},
         member_(warp),
         lane_(lane),
         g_(lane / 4),
         t_(lane % 4) {}
 
-  __device__ float2* head_state() const {
-    return reinterpret_cast<float2*>(bytes_ + MLA_SMEM(C, head_state));
-  }
   // (logit scale, base - 7) of heads 8n + 2t and + 1.
   __device__ float4 head_pair(int n) const {
-    return reinterpret_cast<const float4*>(head_state())[n * kOctetHeads / 2 + t_];
+    return reinterpret_cast<const float4*>(x_.head_state())[n * kOctetHeads / 2 + t_];
   }
   __device__ const uint8_t* row_of(int stage) const {  // row of key g
-    return bytes_ + MLA_SMEM(C, ring) + stage * C::kStageBytes + g_ * R::kPitch;
+    return x_.bytes + MLA_SMEM(C, ring) + stage * C::kStageBytes + g_ * R::kPitch;
   }
 
   __device__ __forceinline__ void load_scales(int stage) {
     if constexpr (R::kMixed) {
-      scales_.e = reinterpret_cast<const int*>(bytes_ + MLA_SMEM(C, stage_exponents))[stage];
-      const uint8_t* const valid = bytes_ + MLA_SMEM(C, valid) + stage * kStageRows;
+      scales_.e = reinterpret_cast<const int*>(x_.bytes + MLA_SMEM(C, stage_exponents))[stage];
+      const uint8_t* const valid = x_.bytes + MLA_SMEM(C, valid) + stage * kStageRows;
 #pragma unroll
       for (int i = 0; i < 2; ++i) scales_.is_nan[i] = valid[g_ + 8 * i] & kNanKey;
     } else {
@@ -61,7 +57,7 @@ class BlockLogits {
         s[n][c] =
             fmaf(s[n][c], (c % 2 ? state.z : state.x) * scale_back, shift - (c % 2 ? state.w : state.y));
     }
-    const uint8_t* valid = bytes_ + MLA_SMEM(C, valid) + stage * kStageRows;
+    const uint8_t* valid = x_.bytes + MLA_SMEM(C, valid) + stage * kStageRows;
     const bool masked[2] = {!valid[g_], !valid[g_ + 8]};
     if constexpr (C::kNeighbours) {
       mask_by_query(stage, valid, s);
@@ -102,7 +98,7 @@ class BlockLogits {
   // Masks in tiles: a key counts for the heads of some queries, and not for others. NaN or infinity in a key
   // must not meet the zero weight of a query that does not attend to it.
   __device__ __forceinline__ void mask_by_query(int stage, const uint8_t* valid, float (&s)[kOctets][4]) {
-    const TileMarks& tile = *reinterpret_cast<const TileMarks*>(bytes_ + MLA_SMEM(C, tile));
+    const TileMarks& tile = *reinterpret_cast<const TileMarks*>(x_.bytes + MLA_SMEM(C, tile));
     const uint32_t queries[2] = {valid[g_], valid[g_ + 8]}, all = tile.all_queries;
     if (!__any_sync(kFullWarp,
                     queries[0] != all || queries[1] != all || scales_.is_nan[0] || scales_.is_nan[1]))
@@ -119,7 +115,7 @@ class BlockLogits {
 #pragma unroll
         for (int c = 0; c < 4; ++c)
           if (scales_.is_nan[c / 2]) s[n][c] = NAN;
-      clear_values<R>(bytes_ + MLA_SMEM(C, ring) + stage * C::kStageBytes, suspects, lane_);
+      clear_values<R>(x_.bytes + MLA_SMEM(C, ring) + stage * C::kStageBytes, suspects, lane_);
     }
     const int octets_log2 = C::kTiles == Tiles::kLists ? 0 : tile.octets_log2;
 #pragma unroll
@@ -219,7 +215,6 @@ class BlockLogits {
   const KernelParams& params_;
   const SparseAttentionParams& p_;
   const BlockExchange<C> x_;
-  uint8_t* const bytes_;
   const Ring<C> ring_;
   const int member_, lane_, g_, t_;  // member_: which 16 keys of a block
   StageScales<R> scales_;            // scales of this warp's keys

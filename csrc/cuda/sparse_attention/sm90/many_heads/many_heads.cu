@@ -56,20 +56,19 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
   }
   if (run_early_producers<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane)) return;
   KeySurvey survey;
-  if constexpr (C::kFetchesEarly) {
-    survey_part<C>(params, w, smem, warp, lane, [] {});
-    if (warp >= kConsumerWarps + C::kLogitWarps) {
-      give_up_registers<C::kProducerRegisters>();
-      run_early<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
-      return;
-    }
-    survey = end_survey<C>(params, w, smem, warp, lane);
-  } else if constexpr (C::kTiles == Tiles::kLists) {
+  if constexpr (C::kTiles == Tiles::kLists) {
     survey = KeySurvey::of_valid(w.num_keys);
     w.template take_share<C>(w.num_keys, params.splits);
     w.keys.fetch_lines(w.first_block * C::kBlockKeys, w.num_blocks * C::kBlockKeys, thread);
   } else {
-    survey = survey_query<C>(params, w, smem, warp, lane, [] {});
+    survey_part<C>(params, w, smem, warp, lane, [] {});
+    if constexpr (C::kFetchesEarly) {
+      if (warp >= kConsumerWarps + C::kLogitWarps) {
+        give_up_registers<C::kProducerRegisters>();
+        return run_early<C>(params, w, smem, warp - kConsumerWarps - C::kLogitWarps, lane);
+      }
+    }
+    survey = end_survey<C>(params, w, smem, warp, lane);
   }
 
   if (!C::kFetchesEarly && warp >= kConsumerWarps + C::kLogitWarps) {

@@ -55,19 +55,24 @@ class BlockValues {
              warp_ % 2 * 8;
   }
 
-  // Adds the products of a block. Its i-th 16 keys are there after wait(i), at rows(i); fp8(i), bf16(i) are
-  // the descriptors of their weights; release(i) says that they have been read. `table`: value scales.
-  template <bool kLastIsBf16, class Block>
-  __device__ __forceinline__ void add_block(const Block& block, const Offsets& values) {
+  // Adds the products of a block: the stages of the ring's sequence from `first` on, by the weights and value
+  // scales in a buffer.
+  template <bool kLastIsBf16>
+  __device__ __forceinline__ void add_block(int first, int buffer, const Offsets& values) {
+    constexpr int kStep = C::kStepBytes / 16;  // in a descriptor's address
+    const uint64_t fp8 = wgmma_descriptor(x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes, 128, 256);
+    const uint64_t in_bf16 =
+        wgmma_descriptor(x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, 128, 256);
+    const auto rows = [&](int i) { return ring_.stage((first + i) % C::kStages); };
     // A warp's 16 dims of a chunk have one scale.
-    const uint8_t* const table = block.table + 4 * t_ + (R::kTilesOfChunk == 2 ? warp_ / 2 : 0) * kScalePitch;
+    const uint8_t* const table =
+        x_.scale_table(buffer) + 4 * t_ + (R::kTilesOfChunk == 2 ? warp_ / 2 : 0) * kScalePitch;
     // Units of 16 keys and two chunks. Bytes are fetched a unit ahead of their conversion; products of
     // the unit before are under way meanwhile.
     constexpr int kUnits = 2 * C::kBlockStages;
     uint32_t v[2][2][4], bytes[4];
     const auto fetch = [&](int unit) {
-      if (unit % 2 == 0) block.wait(unit / 2);
-      ldmatrix_x4_trans(bytes, block.rows(unit / 2) + values.fp8 + unit % 2 * 2 * kChunkDims);
+      ldmatrix_x4_trans(bytes, rows(unit / 2) + values.fp8 + unit % 2 * 2 * kChunkDims);
     };
     fetch(0);
 #pragma unroll
@@ -82,8 +87,7 @@ class BlockValues {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           if (bf16 && j == 1) continue;
-          const uint2 s =
-              load_shared_8(block.rows(step) + values.factors + (pair * 2 + j) * 2 * R::kUnitBytes);
+          const uint2 s = load_shared_8(rows(step) + values.factors + (pair * 2 + j) * 2 * R::kUnitBytes);
           a[j][0] = mul_f16x2(a[j][0], s.x), a[j][1] = mul_f16x2(a[j][1], s.x);
           a[j][2] = mul_f16x2(a[j][2], s.y), a[j][3] = mul_f16x2(a[j][3], s.y);
         }
@@ -98,17 +102,17 @@ class BlockValues {
           a[j][0] = mul_f16x2(a[j][0], s0), a[j][1] = mul_f16x2(a[j][1], s0);
           a[j][2] = mul_f16x2(a[j][2], s1), a[j][3] = mul_f16x2(a[j][3], s1);
         }
-      if (bf16) ldmatrix_x4_trans(a[1], block.rows(step) + values.bf16);
+      if (bf16) ldmatrix_x4_trans(a[1], rows(step) + values.bf16);
       if (pair == 1) {
         fence_proxy_async();  // without it the arrival was seen to overtake the last ldmatrix
-        block.release(step);
+        mbarrier_arrive_warp(ring_.empty((first + step) % C::kStages), lane_);
       }
       pin_registers(out_[2 * pair]);
       pin_registers(out_[2 * pair + 1]);
       wgmma_fence();
-      wgmma_f16(out_[2 * pair], a[0], block.fp8(step), 1);
-      if (bf16) wgmma_bf16(out_[2 * pair + 1], a[1], block.bf16(step), 1);
-      else wgmma_f16(out_[2 * pair + 1], a[1], block.fp8(step), 1);
+      wgmma_f16(out_[2 * pair], a[0], fp8 + step * kStep, 1);
+      if (bf16) wgmma_bf16(out_[2 * pair + 1], a[1], in_bf16 + step * kStep, 1);
+      else wgmma_f16(out_[2 * pair + 1], a[1], fp8 + step * kStep, 1);
       wgmma_commit();
     }
     wgmma_wait<0>();
@@ -138,19 +142,6 @@ class BlockValues {
       }
   }
 
-  struct Block {
-    const Ring<C>& ring;
-    int first, lane;  // `first`: stage of the ring
-    uint64_t p_fp8, p_bf16;
-    const uint8_t* table;
-    static constexpr int kStep = C::kStepBytes / 16;  // in a descriptor's address
-    __device__ void wait(int) const {}
-    __device__ uint32_t rows(int i) const { return ring.stage((first + i) % C::kStages); }
-    __device__ uint64_t fp8(int i) const { return p_fp8 + i * kStep; }
-    __device__ uint64_t bf16(int i) const { return p_bf16 + i * kStep; }
-    __device__ void release(int i) const { mbarrier_arrive_warp(ring.empty((first + i) % C::kStages), lane); }
-  };
-
   // Attends to blocks of the ring's sequence.
   __device__ __forceinline__ void attend(int first_block, int num_blocks) {
     if (last_is_bf16()) attend_by<true>(first_block, num_blocks);
@@ -169,11 +160,7 @@ class BlockValues {
       if (x_.moved(buffer)) rescale_values(out_, x_.rescale(buffer), t_);
       // The next block's QK goes first: its softmax needs no tensor cores while these products run.
       if (block + 1 < first_block + num_blocks) wait_until_full<2>(x_.qk_done(buffer ^ 1), block + 1);
-      const uint64_t p_fp8 =
-          wgmma_descriptor(x_.smem + MLA_SMEM(C, weights_fp8) + buffer * C::kPBytes, 128, 256);
-      const uint64_t p_bf16 =
-          wgmma_descriptor(x_.smem + MLA_SMEM(C, weights_bf16) + buffer * C::kPBytes, 128, 256);
-      add_block<kLastIsBf16>(Block{ring_, first, lane_, p_fp8, p_bf16, x_.scale_table(buffer)}, values);
+      add_block<kLastIsBf16>(first, buffer, values);
       mbarrier_arrive_warp(x_.p_empty(buffer), lane_);
     }
   }
@@ -204,14 +191,23 @@ class SplitValues : protected BlockValues<C> {
   __device__ void store(const SparseAttentionParams& p, const typename C::Item& w, int thread) const {
     const float* factors = reinterpret_cast<const float*>(x_.bytes + MLA_SMEM(C, factors));
     uint8_t* const base = x_.bytes + MLA_SMEM(C, ring);
-    each_pair([&](int head, int dim, bool adjacent, float a, float b) {
-      const float factor = factors[head];
-      const uint32_t pair =
-          pack_bf16(output_value<C::kSegments>(a, factor), output_value<C::kSegments>(b, factor));
-      uint16_t* out = reinterpret_cast<uint16_t*>(base + head * C::kStorePitch) + dim;
-      if (adjacent) *reinterpret_cast<uint32_t*>(out) = pair;
-      else out[0] = static_cast<uint16_t>(pair), out[8] = static_cast<uint16_t>(pair >> 16);
-    });
+#pragma unroll
+    for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+      const bool bf16 = this->is_bf16(chunk);  // fragment rows g, g + 8 are those dims; else dims 2g, 2g + 1
+      const int dim = (first_chunk_ + chunk) * kChunkDims + warp_ * 16 + (bf16 ? g_ : 2 * g_);
+#pragma unroll
+      for (int n = 0; n < kOctets; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int head = n * kOctetHeads + 2 * t_ + c;
+          const float factor = factors[head];
+          const uint32_t pair = pack_bf16(output_value<C::kSegments>(out_[chunk][n][c], factor),
+                                          output_value<C::kSegments>(out_[chunk][n][c + 2], factor));
+          uint16_t* out = reinterpret_cast<uint16_t*>(base + head * C::kStorePitch) + dim;
+          if (!bf16) *reinterpret_cast<uint32_t*>(out) = pair;
+          else out[0] = static_cast<uint16_t>(pair), out[8] = static_cast<uint16_t>(pair >> 16);
+        }
+    }
     named_barrier(kBarrierStore, kConsumerThreads);
     constexpr int kUnits = kHeadDimV * 2 / 16,
                   kRounds = C::kHeads * kUnits / kConsumerThreads;  // units of 16 bytes
@@ -283,20 +279,6 @@ class SplitValues : protected BlockValues<C> {
       }
       totals.end_run(w, 0, run, out_, base, nullptr,
                      [&](int since, int n) { return pair(x_.node_bases(since), n); });
-    }
-  }
-
-  template <class Fn>
-  __device__ void each_pair(Fn&& fn) const {
-#pragma unroll
-    for (int chunk = 0; chunk < C::kChunks; ++chunk) {
-      const bool bf16 = this->is_bf16(chunk);  // fragment rows g, g + 8 are those dims; else dims 2g, 2g + 1
-      const int dim = (first_chunk_ + chunk) * kChunkDims + warp_ * 16 + (bf16 ? g_ : 2 * g_);
-#pragma unroll
-      for (int n = 0; n < kOctets; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          fn(n * kOctetHeads + 2 * t_ + c, dim, !bf16, out_[chunk][n][c], out_[chunk][n][c + 2]);
     }
   }
 };

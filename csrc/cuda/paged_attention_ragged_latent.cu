@@ -1,5 +1,5 @@
 // paged_attention_ragged_latent by the portable kernel: each query token attends to the pages of its request.
-#include "cuda/sparse_attention/portable/ragged.h"
+#include "cuda/paged_attention_ragged/latent.h"
 
 #include "cuda/device/divide.cuh"
 #include "cuda/device/soft_cap.cuh"
