@@ -24,8 +24,8 @@ bool launch_slice(const SparseAttentionParams& p, const Plan& plan, gpuStream_t 
 constexpr int instance_number(size_t variant, KvPair pair) {
   int number = 0;
   for (size_t i = 0; i < variant; ++i)
-    if (kVariants[i].kernel == kVariants[variant].kernel) number += std::popcount(kVariants[i].rows.kinds);
-  return number + std::popcount(kVariants[variant].rows.kinds & ((1u << Rows::kind(pair)) - 1));
+    if (kVariants[i].kernel == kVariants[variant].kernel) number += std::popcount(kVariants[i].kinds());
+  return number + std::popcount(kVariants[variant].kinds() & ((1u << Rows::kind(pair)) - 1));
 }
 // Runs fn(constant<variant>{}, constant<layout>{}, constant<extra layout>{}) for the instance that plan and
 // problem name, if the slice has it, and returns whether it has. The variant is an index of kVariants.

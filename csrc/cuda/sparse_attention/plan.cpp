@@ -168,7 +168,7 @@ const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) 
   const int64_t rows = shape.queries.tile * heads;
   if (shape.queries.tile < 2 || shape.entries == 0 || shape.entries > kMaxListedEntries) return nullptr;
   for (const Variant& v : kVariants)  // the fewest heads first
-    if (v.heads >= rows && attends_to_lists(v, p.layouts()) && v.reads(p.layouts())) return &v;
+    if (v.heads >= rows && v.lists.has(p.layouts())) return &v;
   return nullptr;
 }
 // Replaces a plan for some of the queries by one launch for all.
@@ -195,7 +195,7 @@ std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const
     return us_of(tiles, price_of(v->kernel, v->schedule, Reads::kLists, v->heads), best.tiles, gpu.num_sms);
   };
   const double lists_us = p.shared_keys ? 0.0 : us_of_lists(p, gpu.num_sms);
-  if (us_of_tiles(1 + kLikelyNew * (queries.tile - 1)) + kNobodyAloneUs + lists_us >=
+  if (us_of_tiles(1 + kLikelyNew * (queries.tile - 1)) + kEmptyLaunchUs + lists_us >=
       kMostOfQueriesAlone * alone_us)
     return {};
   for (best.most_shared = 256; best.most_shared > 16; best.most_shared -= 8)
@@ -273,9 +273,9 @@ Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, con
     const bool named = wanted.kernel == name(v.kernel) && wanted.schedule == name(v.schedule) &&
                        wanted.heads == v.heads && (wanted.producers == 0 || wanted.producers == v.producers);
     if (!named || !v.reads(p.layouts()) || !runs(v, p) || !has_own_kernels(p, gpu)) continue;
-    const bool tiles = attends_to_tiles(v, p.layouts()) && p.has_entry_pages && !p.batch_invariant &&
+    const bool tiles = v.tiles.has(p.layouts()) && p.has_entry_pages && !p.batch_invariant &&
                        (entry_tile_queries(p) == 1 || entry_tile_queries(p) * p.num_q_heads <= v.heads);
-    if (!tiles && !attends_to_queries(v) && !variant_of_lists(p, gpu)) continue;
+    if (!tiles && !v.rows.has(p.layouts()) && !variant_of_lists(p, gpu)) continue;
     if (wanted.splits == 0 && tiles && num_entry_tiles(p) <= gpu.num_sms)
       return share_tiles(v, p, gpu.num_sms);
     if (!can_share(v, wanted.splits) || (deals_runs(v.schedule) && p.max_logits)) continue;

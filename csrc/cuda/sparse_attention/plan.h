@@ -79,8 +79,8 @@ inline constexpr Rows kTimedFp8Rows = rows_of(KvLayoutId::kDsv32, KvLayoutId::kD
 // Layouts that walk: GLM-5.3-Flash sends prompts of dsv32_nope.
 inline constexpr Rows kPromptRows = kTimedFp8Rows | rows_of(KvLayoutId::kDsv32Nope);
 
-// Heads of a CTA that only tiles have: 8 heads of up to six queries, or 16 of three.
-inline constexpr int kHeadsOfTilesAlone = 48;
+// Layouts whose neighbouring queries may share lists of keys (ops/shared_keys.h).
+inline constexpr Rows kListedRows = kDsv4Rows | rows_of(KvLayoutId::kDsv32);
 
 // The choices that a kernel is compiled for, besides the layout.
 struct Variant {
@@ -88,9 +88,11 @@ struct Variant {
   Schedule schedule;
   int heads;      // at most, in a CTA
   int producers;  // warps that gather
-  Rows rows;
+  // Rows of queries that go alone; of tiles of queries that attend to all entries; of tiles that have lists.
+  Rows rows, tiles = {}, lists = {};
 
-  constexpr bool reads(KvPair pair) const { return rows.has(pair); }
+  constexpr uint32_t kinds() const { return (rows | tiles | lists).kinds; }
+  constexpr bool reads(KvPair pair) const { return Rows{kinds()}.has(pair); }
 };
 inline constexpr Variant kVariants[] = {
     {Kernel::kPortable, Schedule::kSplit, 16, 8, kFp8Rows | kFp8Pairs | kFnuzRows | kBf16Rows},
@@ -104,10 +106,10 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kFewHeads, Schedule::kSegments, 16, 4, kTimedFp8Rows},
     {Kernel::kFewHeads, Schedule::kWalk, 8, 8, kPromptRows | kFp8Pairs | kBf16Rows},
     {Kernel::kFewHeads, Schedule::kWalk, 16, 8, kPromptRows | kFp8Pairs},
-    {Kernel::kManyHeads, Schedule::kSplit, 32, 4, kFp8Rows},
+    {Kernel::kManyHeads, Schedule::kSplit, 32, 4, kFp8Rows, kDsv4Rows, kListedRows},
     {Kernel::kManyHeads, Schedule::kSplit, 32, 8, kFp8Pairs},
-    {Kernel::kManyHeads, Schedule::kSplit, kHeadsOfTilesAlone, 4, kDsv4Rows},
-    {Kernel::kManyHeads, Schedule::kSplit, 64, 4, kFp8Rows | kFp8Pairs},
+    {Kernel::kManyHeads, Schedule::kSplit, 48, 4, {}, kDsv4Rows, kDsv4Rows},
+    {Kernel::kManyHeads, Schedule::kSplit, 64, 4, kFp8Rows | kFp8Pairs, kDsv4Rows, kListedRows},
     {Kernel::kManyHeads, Schedule::kParts, 32, 4, kTimedFp8Rows},
     {Kernel::kManyHeads, Schedule::kParts, 32, 8, kFp8Pairs},
     {Kernel::kManyHeads, Schedule::kParts, 64, 4, kTimedFp8Rows | kFp8Pairs},
@@ -183,17 +185,10 @@ MLA_HD int longest_run(int blocks, int run_blocks, int most_runs_log2) {
 
 // ---- neighbours whose heads fill the 64 rows of a CTA ---------------------------------------------------
 
-// True if the variant has a kernel for queries that go alone.
-constexpr bool attends_to_queries(const Variant& v) { return v.heads != kHeadsOfTilesAlone; }
-
-// True for kernels of tiles that attend to all entries of the past. Tiles of several queries have 8, 16 or 32
-// heads a query, single queries any number. All heads of an octet belong to one query.
-constexpr bool attends_to_tiles(const Variant& v, KvPair layouts) {
-  return v.kernel == Kernel::kManyHeads && v.schedule == Schedule::kSplit && !layouts.is_mixed() &&
-         layouts.first == KvLayoutId::kDsv4;
-}
-// Queries of a tile; 1: each goes alone. Tiles count from the call's first token. Where all requests may have
-// equally many tokens, most sizes leave no tile with queries of two requests.
+// Queries of a tile that attends to all entries of the past; 1: each goes alone. Tiles of several queries
+// have 8, 16 or 32 heads a query, so all heads of an octet belong to one query. Tiles count from the call's
+// first token. Where all requests may have equally many tokens, most sizes leave no tile with queries of two
+// requests.
 inline int entry_tile_queries(const SparseAttentionParams& p) {
   const int heads = p.num_q_heads;
   if (!p.has_entry_pages || p.batch_invariant || (heads != 8 && heads != 16 && heads != 32)) return 1;
@@ -224,11 +219,6 @@ MLA_HD constexpr int64_t floats_of_parts_table(int64_t tiles) { return ceil_div(
 // Up to 4 CTAs hash the entries of a tile: one for every 8192.
 inline constexpr int kListPartEntries = 8192, kMaxListedEntries = 4 * kListPartEntries;
 
-// True for kernels over lists: many_heads with 32 or 64 rows, over dsv4 also with 48.
-constexpr bool attends_to_lists(const Variant& v, KvPair layouts) {
-  return v.kernel == Kernel::kManyHeads && v.schedule == Schedule::kSplit && v.producers == 4 &&
-         !layouts.is_mixed() && (layouts.first == KvLayoutId::kDsv4 || layouts.first == KvLayoutId::kDsv32);
-}
 // Two launches: the queries of tiles that have no list (`alone`), then the tiles.
 struct Sharing {
   Plan tiles, alone;

@@ -11,7 +11,7 @@ namespace mla_fp8::gpu::model {
 
 struct Priced {
   Plan plan;
-  double us = 1e30, there_us = 1e30;  // alone; between an engine's other kernels
+  double us = 1e30, engine_us = 1e30;  // alone; between an engine's other kernels
   const Price* price = nullptr;
 };
 
@@ -89,22 +89,22 @@ void for_each_plan(const SparseAttentionParams& p, Schedule schedule, int num_sm
 inline Priced cheapest_split(const SparseAttentionParams& p, int num_sms) {
   Priced best;
   for_each_plan(p, Schedule::kSplit, num_sms, [&](const Price& c, const Plan& plan) {
-    const double us = us_of(p, c, plan, num_sms), there_us = us + cold_us(c, p);
-    if (there_us < best.there_us) best = {plan, us, there_us, &c};
+    const double us = us_of(p, c, plan, num_sms), engine_us = us + cold_us(c, p);
+    if (engine_us < best.engine_us) best = {plan, us, engine_us, &c};
   });
   return best;
 }
 
 // Parts may take kMostOfOthers of the time of the plan without parts: in the mean of a query with all its
 // keys, which counts twice, and of one with a quarter. few_heads over one layout fetches early, and takes
-// kFewHeadsLessUs less than its prices say.
-inline constexpr double kMostOfOthers = 1.01, kFewHeadsLessUs = 0.7;
+// kEarlyFetchUs less than its prices say.
+inline constexpr double kMostOfOthers = 1.01, kEarlyFetchUs = 0.7;
 
 // Returns a plan with parts that beats `other`, or none.
 inline std::optional<Priced> plan_parts(const SparseAttentionParams& p, const Priced& other, int num_sms) {
   const SparseAttentionParams quarter = with_a_quarter_of_keys(p);
   const bool fetches_early = other.price->kernel == Kernel::kFewHeads && !p.layouts().is_mixed();
-  const double less_us = fetches_early ? kFewHeadsLessUs : 0.0, full_us = other.there_us - less_us;
+  const double less_us = fetches_early ? kEarlyFetchUs : 0.0, full_us = other.engine_us - less_us;
   const double quarter_us =
       us_of(quarter, *other.price, other.plan, num_sms) + cold_us(*other.price, p) - less_us;
   std::optional<Priced> best;
@@ -205,7 +205,7 @@ inline std::optional<Priced> plan_entry_tiles(const SparseAttentionParams& p, in
   const int queries = entry_tile_queries(p);
   const Variant* const v =
       find_variant(Kernel::kManyHeads, Schedule::kSplit, rows_of_entry_tile(p), p.layouts());
-  if (!v || !attends_to_tiles(*v, p.layouts()) || num_keys(p) + kMaxTileQueries >= kMaxKeys) return {};
+  if (!v || !v->tiles.has(p.layouts()) || num_keys(p) + kMaxTileQueries >= kMaxKeys) return {};
   SparseAttentionParams tiles = queries > 1 ? as_tiles(p) : p;
   tiles.num_q_heads = v->heads;
   Priced each{{.variant = *v, .tile_queries = queries}};  // with a CTA each
@@ -230,7 +230,7 @@ inline std::optional<Priced> plan_entry_tiles(const SparseAttentionParams& p, in
 // Prices assume that a query adds this share of its keys to those of its tile's earlier queries.
 inline constexpr double kLikelyNew = 0.1;
 // us of the launch for queries that go alone, if there are none.
-inline constexpr double kNobodyAloneUs = 4.0;
+inline constexpr double kEmptyLaunchUs = 4.0;
 // us that making lists adds to a call, and adds for each entry that an SM's CTAs look at.
 inline constexpr double kListsUs = 3.0, kListsUsPerEntry = 1.4e-3;
 inline double us_of_lists(const SparseAttentionParams& p, int num_sms) {

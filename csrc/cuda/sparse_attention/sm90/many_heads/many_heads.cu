@@ -150,6 +150,7 @@ bool launch_slice<Kernel::kManyHeads, MLA_SLICE>(const SparseAttentionParams& p,
                                                  gpuStream_t stream) {
   const auto run = [&](auto variant, auto layout, auto extra) {
     constexpr Variant kVariant = kVariants[variant()];
+    constexpr KvPair kPair{layout(), extra()};
     constexpr int kOctets = kVariant.heads / kOctetHeads;
     constexpr bool kWalks = kVariant.schedule == Schedule::kWalk;
     constexpr int kExpanders = kVariant.producers == 8 ? 4 : 0;  // producers that only expand
@@ -163,16 +164,16 @@ bool launch_slice<Kernel::kManyHeads, MLA_SLICE>(const SparseAttentionParams& p,
       if constexpr (C::kParts || kTiles == Tiles::kEntries)
         if (C::kParts || params.num_tiles > 0) launch_merge_parts<C>(params, stream);
     };
-    if constexpr (attends_to_tiles(kVariant, {layout(), extra()}))
+    if constexpr (kVariant.tiles.has(kPair))
       if (plan.tile_queries > 1 || plan.ctas > 0) return split(constant<Tiles::kEntries>{});
-    if constexpr (attends_to_lists(kVariant, {layout(), extra()}))
+    if constexpr (kVariant.lists.has(kPair))
       if (plan.takes_lists) return split(constant<Tiles::kLists>{});
     if constexpr (kWalks) {
       constexpr ManyHeadsTraits kTraits{
           .octets = kOctets, .producers = kVariant.producers, .schedule = Schedule::kWalk};
       using C = ManyHeads<R, kTraits>;
       launch_items<C>(many_heads_walk_kernel<C>, p, plan, stream);
-    } else if constexpr (attends_to_queries(kVariant)) {
+    } else if constexpr (kVariant.rows.has(kPair)) {
       split(constant<Tiles::kNone>{});
     } else {
       throw no_such_kernel(plan);  // a variant for tiles only
