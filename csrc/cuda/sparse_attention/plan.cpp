@@ -186,13 +186,17 @@ std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const
   without_room.workspace_floats = 0;  // the lists take it
   const Priced own = plan_sm90(op, without_room, gpu.num_sms);
   Sharing best{.tiles = {*v}, .alone = plan_alone(own.plan, p, gpu)};
-  const double alone_us = us_alone(own, p, gpu.num_sms);
+  const Variant& alone = own.plan.variant;
+  const double alone_us =
+      alone.schedule == Schedule::kSplit
+          ? own.us - std::max(own.price->of.byte_ps - kSeenPsPerByte, 0.0) * 1e-6 * bytes_of_keys(p)
+          : us_of(p, price_of(alone, reads_of(p)), own.plan, gpu.num_sms);
   const auto us_of_tiles = [&](double new_keys) {  // `new_keys`: keys of a tile, in those of one query
     SparseAttentionParams tiles = p;
     tiles.num_tokens = queries.count(), tiles.num_q_heads = v->heads;
     for (KvScope& scope : tiles.scopes)
       scope.topk = static_cast<int64_t>(static_cast<double>(scope.topk) * new_keys);
-    return us_of(tiles, price_of(v->kernel, v->schedule, Reads::kLists, v->heads), best.tiles, gpu.num_sms);
+    return us_of(tiles, price_of(*v, Reads::kLists), best.tiles, gpu.num_sms);
   };
   const double lists_us = p.shared_keys ? 0.0 : us_of_lists(p, gpu.num_sms);
   if (us_of_tiles(1 + kLikelyNew * (queries.tile - 1)) + kEmptyLaunchUs + lists_us >=

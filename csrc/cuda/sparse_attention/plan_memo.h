@@ -1,6 +1,6 @@
 #pragma once
-// Remembers the plans of shapes that this thread planned lately. Making one takes up to some microseconds, as
-// long as the rest of a call on the host.
+// Remembers the plans of shapes that this thread planned lately. Making one takes tens of microseconds,
+// more than the rest of a call on the host.
 #include <array>
 #include <cstdint>
 #include <optional>

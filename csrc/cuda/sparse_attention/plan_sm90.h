@@ -11,14 +11,14 @@ namespace mla_fp8::gpu::model {
 
 struct Priced {
   Plan plan;
-  double us = 1e30, engine_us = 1e30;  // alone; between an engine's other kernels
+  double us = 1e30;
   const Price* price = nullptr;
 };
 
-// Returns the price of the smallest CTA with room for `heads`.
-inline const Price& price_of(Kernel kernel, Schedule schedule, Reads reads, int heads) {
+// Returns the price of the variant's CTA, or of the next larger one.
+inline const Price& price_of(const Variant& v, Reads reads) {
   return *std::find_if(std::begin(kPrices), std::end(kPrices), [&](const Price& c) {
-    return c.kernel == kernel && c.schedule == schedule && c.reads == reads && c.heads >= heads;
+    return c.kernel == v.kernel && c.schedule == v.schedule && c.reads == reads && c.heads >= v.heads;
   });
 }
 
@@ -85,12 +85,17 @@ void for_each_plan(const SparseAttentionParams& p, Schedule schedule, int num_sm
       if (floats_of_parts(p, plan) <= room) fn(c, plan);
   }
 }
-// Returns the split of least time between an engine's other kernels.
+// us between an engine's other kernels.
+inline double engine_us(const SparseAttentionParams& p, const Price& c, const Plan& plan, int num_sms) {
+  return us_of(p, c, plan, num_sms) + cold_us(c, p);
+}
+// Returns the split of least time there.
 inline Priced cheapest_split(const SparseAttentionParams& p, int num_sms) {
   Priced best;
+  double least = 1e30;
   for_each_plan(p, Schedule::kSplit, num_sms, [&](const Price& c, const Plan& plan) {
-    const double us = us_of(p, c, plan, num_sms), engine_us = us + cold_us(c, p);
-    if (engine_us < best.engine_us) best = {plan, us, engine_us, &c};
+    if (const double us = engine_us(p, c, plan, num_sms); us < least)
+      least = us, best = {plan, us_of(p, c, plan, num_sms), &c};
   });
   return best;
 }
@@ -104,16 +109,15 @@ inline constexpr double kMostOfOthers = 1.01, kEarlyFetchUs = 0.7;
 inline std::optional<Priced> plan_parts(const SparseAttentionParams& p, const Priced& other, int num_sms) {
   const SparseAttentionParams quarter = with_a_quarter_of_keys(p);
   const bool fetches_early = other.price->kernel == Kernel::kFewHeads && !p.layouts().is_mixed();
-  const double less_us = fetches_early ? kEarlyFetchUs : 0.0, full_us = other.engine_us - less_us;
-  const double quarter_us =
-      us_of(quarter, *other.price, other.plan, num_sms) + cold_us(*other.price, p) - less_us;
+  const double less_us = fetches_early ? kEarlyFetchUs : 0.0;
+  const double full_us = engine_us(p, *other.price, other.plan, num_sms) - less_us;
+  const double quarter_us = engine_us(quarter, *other.price, other.plan, num_sms) - less_us;
   std::optional<Priced> best;
   double least = 3 * kMostOfOthers;
   for_each_plan(p, Schedule::kParts, num_sms, [&](const Price& c, const Plan& plan) {
-    const double us = us_of(p, c, plan, num_sms), cold = cold_us(c, p);
     const double of_other =
-        2 * (us + cold) / full_us + (us_of(quarter, c, plan, num_sms) + cold) / quarter_us;
-    if (of_other < least) least = of_other, best = {plan, us};
+        2 * engine_us(p, c, plan, num_sms) / full_us + engine_us(quarter, c, plan, num_sms) / quarter_us;
+    if (of_other < least) least = of_other, best = {plan, us_of(p, c, plan, num_sms)};
   });
   return best;
 }
@@ -209,13 +213,12 @@ inline std::optional<Priced> plan_entry_tiles(const SparseAttentionParams& p, in
   SparseAttentionParams tiles = queries > 1 ? as_tiles(p) : p;
   tiles.num_q_heads = v->heads;
   Priced each{{.variant = *v, .tile_queries = queries}};  // with a CTA each
-  if (queries > 1)
-    each.us = us_of(tiles, price_of(v->kernel, v->schedule, Reads::kTiles, v->heads), each.plan, num_sms);
+  if (queries > 1) each.us = us_of(tiles, price_of(*v, Reads::kTiles), each.plan, num_sms);
   const double alone_us = cheapest_split(p, num_sms).us,
                pages_us = kUsOfPagePerKey * static_cast<double>(num_keys(p));
   Priced shared{share_tiles(*v, p, num_sms)};
   if (num_entry_tiles(p) <= num_sms && workspace_size(shared.plan, p) <= p.workspace_floats) {
-    const Price::Of& of = price_of(v->kernel, v->schedule, Reads::kSharedTiles, v->heads).of;
+    const Price::Of& of = price_of(*v, Reads::kSharedTiles).of;
     const int64_t parts = shared.plan.ctas / num_entry_tiles(p);
     shared.us = of.wave_us + of.key_ns * 1e-3 * static_cast<double>(ceil_div(num_keys(tiles), parts)) +
                 of.run_us * static_cast<double>(parts);
@@ -243,12 +246,5 @@ inline double us_of_lists(const SparseAttentionParams& p, int num_sms) {
 inline constexpr double kMostOfAlone = 1.25;
 // ps per byte of split queries that are more than a wave: most rows come while others are worked on.
 inline constexpr double kSeenPsPerByte = 0.03;
-// us of the call without groups.
-inline double us_alone(const Priced& alone, const SparseAttentionParams& p, int num_sms) {
-  const Variant& v = alone.plan.variant;
-  if (v.schedule != Schedule::kSplit)
-    return us_of(p, price_of(v.kernel, v.schedule, reads_of(p), v.heads), alone.plan, num_sms);
-  return alone.us - std::max(alone.price->of.byte_ps - kSeenPsPerByte, 0.0) * 1e-6 * bytes_of_keys(p);
-}
 
 }  // namespace mla_fp8::gpu::model
