@@ -57,6 +57,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--first-token", action="store_true", help="time short prompts instead of taking logprobs")
     p.add_argument("--context", type=int, default=CONTEXT, help="tokens of a prompt that is timed")
     p.add_argument("--hot-rows", type=int, default=0, help="HiSparse with a hot buffer of so many")
+    p.add_argument("--same-bits", action="store_true", help="the engine's switch for them")
     p.add_argument("--new", type=int, default=48)
     p.add_argument("--turns", type=Path, help="folder: wait until --of engines are ready, then one at a time")
     p.add_argument("--of", type=int, default=1)
@@ -138,7 +139,7 @@ def generate(llm, ids: list[dict], new: int, **sampling):
 def logprobs(llm, args: argparse.Namespace) -> dict:
     ids = prompts(ACCURACY_LENGTHS, seed=7)
     # Logprobs of a prompt are not computed for cached tokens, and not with speculation.
-    wanted = None if args.mtp or args.repeat_prompts or args.hot_rows else 1
+    wanted = None if args.mtp or args.repeat_prompts or args.hot_rows or args.same_bits else 1
     begin = time.time()
     outputs = generate(llm, ids, args.new, logprobs=1, prompt_logprobs=wanted)
     if args.repeat_prompts:
@@ -303,6 +304,7 @@ def write_result(run: Callable[[argparse.Namespace], dict], args: argparse.Names
 def main() -> None:
     args = parse()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(args.multiprocessing))
+    os.environ["VLLM_BATCH_INVARIANT"] = str(int(args.same_bits))
     os.environ["VLLM_PLUGINS"] = VLLM_PLUGINS[args.who]
     os.environ[model.V4] = str(int(args.kv == V4_CACHE))
     ok = write_result(run, args)

@@ -57,7 +57,15 @@ SGLANG_V41, SGLANG_V41_ROWS = SGLANG | {"kv": "sglang_v41"}, SGLANG | {"kv": "sg
 SGLANG_V41_LEVELS = SGLANG | {"kv": "sglang_v41_levels"}
 SGLANG_V41_ROWS_PAGES = SGLANG | {"kv": "sglang_v41_rows_pages"}
 TWO = ("--tensor-parallel", "2")
-HOT = {"more": ("--hot-rows", "4096"), "label": "hot"}
+# HiSparse: without the engines' switch for the same bits, logits and chosen rows change with the batch, and
+# prompts in a hot buffer's engine take other kernels.
+SAME_BITS = {"more": ("--same-bits",), "label": "same"}
+
+
+def hot(rows: int) -> dict:
+    return {"more": ("--same-bits", "--hot-rows", str(rows)), "label": "same-hot"}
+
+
 ALL_OF_A_STEP = ("stock", "ours", "layer", "whole")
 LONG = (
     "--layers", "6", "--seqs", "32", "--budget", "4096", "--context", "65536", "--batches", "8",
@@ -121,7 +129,7 @@ STEPS = {
     ),
     "hisparse": Step(
         "HiSparse by vLLM's kernels and ours, 128 heads, and all rows on the GPU: the same tokens",
-        sides(128, who=("ours",)) + sides(128, who=("ours", "hisparse"), **HOT),
+        sides(128, who=("ours",), **SAME_BITS) + sides(128, who=("ours", "hisparse"), **hot(4096)),
     ),
     "batch256": Step(
         "kernel times at 256 requests, 16 and 128 heads",
@@ -175,10 +183,10 @@ STEPS = {
     ),
     "sglang_hisparse": Step(
         "HiSparse by SGLang's kernels and ours, V3.2 and V4, and all rows on the GPU: the same tokens",
-        sides(128, **SGLANG, who=("ours",))
-        + sides(128, **SGLANG, who=("ours", "hisparse"), **HOT)
-        + sides(128, **SGLANG_V4, who=("ours",))
-        + sides(128, **SGLANG_V4, who=("ours", "hisparse"), **HOT),
+        sides(128, **PAGES, who=("ours",), **SAME_BITS)
+        + sides(128, **PAGES, who=("ours", "hisparse"), **hot(4096))
+        + sides(128, **SGLANG_V4_PAGES, who=("ours",), **SAME_BITS)
+        + sides(128, **SGLANG_V4_PAGES, who=("ours", "hisparse"), **hot(1024)),
         320,
     ),
     "sglang_mtp": Step(

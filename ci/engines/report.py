@@ -230,12 +230,13 @@ def _wrong_with_indexer(name: str, result: dict) -> list[str]:
 
 def _wrong_with_hot_rows(name: str, result: dict, found: dict[str, dict]) -> list[str]:
     """Tokens are those of the same engine with all rows on the GPU, and some rows were loaded."""
-    wrong, other = [], f"ours-{_without_options(name).partition('-')[2]}"
-    want = [token for one in found.get(other, {}).get("tokens", ()) for token in one]
-    got = [token for one in result.get("tokens", ()) for token in one]
-    same = sum(a == b for a, b in zip(got, want, strict=False))
-    if want and same < len(want):
-        wrong.append(f"{name}: {same} of {len(want)} tokens are those of {other}")
+    wrong, other = [], f"ours-{name.partition('-')[2].removesuffix('-hot')}"
+    wanted = found.get(other, {}).get("tokens", [])
+    lists = [*result.get("tokens", []), *([[]] * len(wanted))]
+    for i, (got, want) in enumerate(zip(lists, wanted, strict=False)):
+        first = next((at for at, token in enumerate(want) if got[at : at + 1] != [token]), None)
+        if first is not None:
+            wrong.append(f"{name}: from token {first} on, prompt {i} has others than in {other}")
     if not result.get("found_and_loaded", (0, 1))[1]:
         wrong.append(f"{name}: no row was loaded")
     return wrong

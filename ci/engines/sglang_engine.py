@@ -65,6 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--batches", type=int, nargs="*", default=[], help="time these instead of taking logprobs")
     p.add_argument("--context", type=int, default=4096, help="tokens of a prompt that is timed")
     p.add_argument("--hot-rows", type=int, default=0, help="HiSparse with a hot buffer of so many")
+    p.add_argument("--same-bits", action="store_true", help="the engine's switch for them")
     p.add_argument("--new", type=int, default=48)
     p.add_argument("--turns", type=Path, help="folder: wait until --of engines are ready, then one at a time")
     p.add_argument("--of", type=int, default=1)
@@ -118,6 +119,8 @@ def server_arguments(args: argparse.Namespace, folder: Path) -> dict:
         own |= {"moe_runner_backend": "triton"}  # there are no experts: any that needs no package
         own |= {"swa_full_tokens_ratio": 1.0}  # a row of the window for every token: prompts stay cached
         own |= {"enable_decoder_swa_bounded_replay": False}
+    if args.same_bits:
+        own |= {"enable_deterministic_inference": True, "disable_radix_cache": True}
     if args.hot_rows:
         own |= {"enable_hisparse": True, "disable_radix_cache": True}
         own["hisparse_config"] = json.dumps({"device_buffer_size": args.hot_rows})
@@ -149,7 +152,7 @@ def logprobs(args: argparse.Namespace, folder: Path) -> dict:
     if any(len(each) != args.new for each in result["logprobs"]):
         raise RuntimeError(f"{[len(each) for each in result['logprobs']]} tokens, expected {args.new} each")
     result["tokens"] = [[token for _, token, *_ in each["output_token_logprobs"]] for each in found]
-    if not args.hot_rows:  # without cached prompts
+    if not server_arguments(args, folder).get("disable_radix_cache"):  # without cached prompts
         result |= logprobs_as_prompts(engine, ids, result["tokens"])
     return result | {"calls": spies.saved_calls(Path(os.environ[CALLS]))}
 

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import engine
+import engine_standins
 import pytest
 import torch
 import vllm
@@ -25,7 +26,7 @@ from vllm.v1.hisparse import runtime
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS, probes
 from mla_fp8.compat import vllm as compat
-from mla_fp8.integrations import hisparse, log, vllm_sparse
+from mla_fp8.integrations import hisparse, log, same_bits, vllm_sparse
 from mla_fp8.integrations import vllm as plugin
 
 LAYOUTS = {"fp8_ds_mla": KV_LAYOUTS["dsv32"], "bfloat16": KV_LAYOUTS["bf16"]}
@@ -174,6 +175,41 @@ class Server:
         for cache in self.group.caches:
             cache.view.cache[block] = blocks_of(cache)[self.table[request, page]]
 
+    def prompt_beside_decode(self, request: int, prompt: int, tokens: int) -> None:
+        """A token of ``request``, and the last tokens of ``prompt``, as vLLM's steps mix them."""
+        order = [request, prompt, *({*range(REQUESTS)} - {request, prompt})]
+        table, n = self.table[order], 1 + tokens
+        rows = torch.tensor([0] + [1] * tokens).int()
+        positions = torch.stack([torch.randperm(PAGES * BLOCK)[:K] for _ in range(n)]).int()
+        positions[:, -5:] = -1
+        plan = runtime.build_hisparse_prefill_staging_plan(
+            table[1:2], torch.tensor([PAGES * BLOCK]), block_size=BLOCK, staging_block_capacity=PAGES
+        )
+        metadata = SimpleNamespace(
+            req_id_per_token=rows, block_table=table, block_size=BLOCK, num_actual_tokens=n,
+            num_decode_tokens=1, num_decodes=1, num_reqs=2, max_query_len=tokens, decode_max_query_len=1,
+            query_start_loc=torch.tensor([0, 1, n], dtype=torch.int32),
+            prefill=SimpleNamespace(host_staging_plan=plan), fp8_extra_metadata=None,
+        )  # fmt: skip
+        for cache in self.group.caches:
+            cache.source_block_table, cache.all_context_pages_resident = table, False
+        states = self.states.clone()
+        self.states.copy_(states[order])
+        self.group.prepare_for_batch(0, metadata)
+        q = torch.randn(n, HEADS, 576).bfloat16()
+        for i, impl in enumerate(self.layers):
+            out, _ = impl._forward_fp8_kv_separate_prefill_decode(
+                q, blocks_of(self.group.caches[i]), positions, metadata
+            )
+            page = table[rows[:, None].long(), positions.clamp_min(0).long() // BLOCK]
+            slots = (page * BLOCK + positions % BLOCK).where(positions >= 0, -1)
+            want, _ = mla_fp8.sparse_decode(
+                q, self.host[i], slots, layout=self.layout, page_size=BLOCK, sm_scale=0.04,
+                batch_invariant=True,
+            )  # fmt: skip
+            assert torch.equal(out, want) and want.any()
+        self.states.copy_(states)
+
     def step(self, requests: list[int], padding: int = 0) -> None:
         """Every layer attends to as many entries that its indexer chose, and to the same bits."""
         n = len(requests) * self.drafts
@@ -228,6 +264,26 @@ def test_decode_over_the_hot_buffer_has_the_bits_of_decode_over_all_rows(drafts,
                 cache.runtime.invalidate_written_slots(written, torch.full((20,), 2, dtype=torch.int32))
     hits, misses = server.group.hisparse_group.swap_stats.tolist()
     assert hits > 20 and misses > 2 * HOT and not REFUSED
+
+
+def test_with_the_same_bits_prompts_are_attended_to_as_all_rows_would_be(monkeypatch):
+    convert = engine_standins.triton_convert_req_index_to_global_index
+
+    def of_rows(*args, BLOCK_STRIDE_ROWS, **options):
+        assert BLOCK_STRIDE_ROWS == BLOCK
+        return convert(*args, **options)
+
+    monkeypatch.setattr(flashmla_sparse, convert.__name__, of_rows)
+    same_bits.switch(True)
+    try:
+        torch.manual_seed(0)
+        server = Server("fp8_ds_mla", 1)
+        server.make_resident(1, 3)
+        for _ in range(2):
+            server.prompt_beside_decode(2, 1, 5)
+    finally:
+        same_bits.switch(None)
+    assert not REFUSED
 
 
 def test_prompts_are_staged_by_our_copies():

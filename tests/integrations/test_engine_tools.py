@@ -221,8 +221,11 @@ def test_an_indexer_that_is_not_ours_is_said(calls, problem, tools):
     "changed, problem",
     [
         ({}, None),
-        ({"tokens": [[5, 6], [7, 9]]}, "3 of 4 tokens are those of ours-128-fp8_ds_mla"),
-        ({"tokens": [[5, 6]]}, "2 of 4 tokens are those of ours-128-fp8_ds_mla"),
+        (
+            {"tokens": [[5, 6], [7, 9]]},
+            "from token 1 on, prompt 1 has others than in ours-128-fp8_ds_mla-same",
+        ),
+        ({"tokens": [[5, 6]]}, "from token 0 on, prompt 1 has others than in ours-128-fp8_ds_mla-same"),
         ({"found_and_loaded": [400, 0]}, "no row was loaded"),
     ],
 )
@@ -230,8 +233,8 @@ def test_tokens_that_a_hot_buffer_changes_are_said(changed, problem, tools):
     import report  # noqa: PLC0415
 
     run = FOUND["ours-16-fp8_ds_mla"] | {"tokens": [[5, 6], [7, 8]]}
-    name = "hisparse-128-fp8_ds_mla-hot"
-    found = {"ours-128-fp8_ds_mla": run, name: run | {"found_and_loaded": [300, 20]} | changed}
+    name = "hisparse-128-fp8_ds_mla-same-hot"
+    found = {"ours-128-fp8_ds_mla-same": run, name: run | {"found_and_loaded": [300, 20]} | changed}
     assert report.problems(found) == ([] if problem is None else [f"{name}: {problem}"])
 
 

@@ -56,6 +56,10 @@ class SparseImpl:
     ) -> tuple[Tensor, Tensor | None]:
         group = getattr(self, "index_group", None)
         on_host = isinstance(group, self.theirs.HiSparseMLAIndexGroup)
+        if on_host and same_bits.on():  # prompts from FP8 rows: as vLLM has it for bf16, staged as they are
+            return super()._forward_bf16_kv(  # type: ignore[misc, no-any-return]
+                q, kv_c_and_k_pe_cache, topk_indices, attn_metadata, q.shape[1]
+            )
         # Requests of few tokens, as of other numbers of drafts, are not worth a copy of all their keys.
         prompts = len(q) > attn_metadata.fp8_extra_metadata.num_decode_tokens and not same_bits.on()
         prompts = prompts and attn_metadata.max_query_len > drafts.MOST
@@ -85,6 +89,10 @@ class SparseImpl:
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         q = q[:, :actual_num_heads]
+        if kv_c_and_k_pe_cache.dtype != q.dtype:  # FP8: pages, or rows that were staged
+            rows = kv_c_and_k_pe_cache
+            pages = rows if rows.dim() == 3 else rows[:, None]
+            return _over_pages(self, q, pages, topk_indices.flatten(1), drafts.ALONE, lens=topk_length)
         rows = kv_c_and_k_pe_cache.view(-1, q.shape[2])
         options: dict[str, Any] = {
             "sm_scale": self.softmax_scale, "topk_length": topk_length, "attn_sink": _sinks(self),
