@@ -34,7 +34,8 @@ VLLM_PLUGINS = {
 ACCURACY_LENGTHS = (3000, 4100, 5200, 6000, 200, 2500)
 CONTEXT, FIRST_STEPS, DECODE_STEPS = 4096, 16, 48
 FIRST_TOKEN_PROMPT, FIRST_TOKEN_RUNS = 64, 60
-V4_CACHE, GLM_CACHE = "dsv4", "glm52"
+V4_CACHE = "dsv4"
+GLM = {"glm52": "fp8_ds_mla", "glm52_bf16": "bfloat16"}  # its caches
 HOST_GIB, HOT_GPU_BYTES = 2, 96 << 20  # HiSparse: the GPU has less than the rows of all prompts
 
 
@@ -43,9 +44,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--who", choices=VLLM_PLUGINS, required=True, help="whose attention")
     p.add_argument("--heads", type=int, default=128)
-    p.add_argument(
-        "--kv", default="fp8_ds_mla", help=f"cache; {V4_CACHE}, {GLM_CACHE}: that model, with FP8 rows"
-    )
+    p.add_argument("--kv", default="fp8_ds_mla", help=f"cache; {V4_CACHE}, {', '.join(GLM)}: of that model")
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--budget", type=int, default=2048, help="tokens of a step: longer prompts come in chunks")
     p.add_argument("--seqs", type=int, default=16)
@@ -92,8 +91,8 @@ def options(args: argparse.Namespace, folder: str) -> dict:
         own["async_scheduling"] = False
     if not args.eager:
         own["compilation_config"] = {"cudagraph_capture_sizes": capture}
-    if args.kv == GLM_CACHE:
-        own["kv_cache_dtype"] = "fp8_ds_mla"
+    if args.kv in GLM:
+        own["kv_cache_dtype"] = GLM[args.kv]
     if args.kv == V4_CACHE:  # its layer knows vLLM's backends only; warm-up is for kernels that are replaced
         own |= {"kv_cache_dtype": "fp8", "block_size": v4_model.PAGE}
         own |= {"kernel_config": {"enable_jit_warmup": False}}
@@ -255,7 +254,7 @@ def run(args: argparse.Namespace) -> dict:
     if args.kv == V4_CACHE:
         v4_model.write_config(folder, args.heads, args.layers, model.VOCABULARY, longest(args))
     else:
-        model.write_config(folder, args.heads, args.layers, longest(args), glm=args.kv == GLM_CACHE)
+        model.write_config(folder, args.heads, args.layers, longest(args), glm=args.kv in GLM)
     import vllm
 
     result = {"vllm": vllm.__version__, "torch": torch.__version__}

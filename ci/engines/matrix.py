@@ -24,7 +24,7 @@ from pathlib import Path
 
 import report
 import tomllib
-from matrix_steps import ROOT, STEPS
+from matrix_steps import ROOT, STEPS, Case
 
 WORK = Path(tempfile.gettempdir(), "mla_fp8_engines")
 OWN_PLUGINS = {
@@ -82,6 +82,10 @@ def environment(site: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+def takes_turns(case: Case) -> bool:
+    return "--batches" in case.more or "--first-token" in case.more
+
+
 def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
     """The results of a step's engines, by name."""
     cases, begin = STEPS[name].cases, time.time()
@@ -91,8 +95,8 @@ def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
         out, log = results / f"{case.name}.json", results / f"{case.name}.log"
         out.unlink(missing_ok=True)  # of an earlier run
         command = case.command(out)
-        if "--batches" in case.more or "--first-token" in case.more:
-            command += ["--turns", str(turns), "--of", str(len(cases))]
+        if takes_turns(case):
+            command += ["--turns", str(turns), "--of", str(sum(map(takes_turns, cases)))]
         with open(log, "w") as file:
             started[case.name] = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=environment(site),

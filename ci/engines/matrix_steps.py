@@ -67,6 +67,7 @@ def hot(rows: int) -> dict:
 
 
 ALL_OF_A_STEP = ("stock", "ours", "layer", "whole")
+OF_SGLANG, SGLANG_SPEED = ("stock", "ours", "layer"), (*SPEED[:2], *SPEED[-4:])
 LONG = (
     "--layers", "6", "--seqs", "32", "--budget", "4096", "--context", "65536", "--batches", "8",
 )  # fmt: skip
@@ -92,9 +93,14 @@ STEPS = {
         280,
     ),
     "glm": Step(
-        "GLM-5.2: graphs, 16 heads, and exact attention; where a step's time goes",
-        sides(16, kv="glm52", who=("stock", "ours", "exact"))
-        + sides(16, kv="glm52", who=("stock", "ours", "whole"), more=SPEED, label="speed"),
+        "GLM-5.2: our attention, our ops around it, our indexer besides: graphs, 16 heads, exact attention",
+        sides(16, kv="glm52", who=("stock", "ours", "layer", "whole", "exact"))
+        + sides(16, kv="glm52_bf16", who=("exact",)),
+        280,
+    ),
+    "glm_layer": Step(
+        "GLM-5.2, where a step's time goes, 16 heads",
+        sides(16, kv="glm52", who=ALL_OF_A_STEP, more=SPEED, label="speed"),
         280,
     ),
     "first_token": Step(
@@ -196,26 +202,34 @@ STEPS = {
     ),
     "sglang_speed": Step(
         "SGLang: kernel times, 16 and 128 heads, over FP8 pages, too",
-        sides(16, 128, **SGLANG, more=(*SPEED[:2], *SPEED[-4:]), label="speed")
-        + sides(16, **PAGES, more=(*SPEED[:2], *SPEED[-4:]), label="speed"),
+        sides(16, 128, **SGLANG, more=SGLANG_SPEED, label="speed")
+        + sides(16, **PAGES, more=SGLANG_SPEED, label="speed"),
         280,
     ),
     "sglang_layer": Step(
         "SGLang: where a step's time goes, 16 and 128 heads",
-        sides(
-            16, 128, **SGLANG, who=("stock", "ours", "layer"), more=(*SPEED[:2], *SPEED[-4:]), label="speed"
-        ),
+        sides(16, 128, **SGLANG, who=OF_SGLANG, more=SGLANG_SPEED, label="speed"),
         320,
     ),
     "sglang_layer16": Step(
         "SGLang as it is by default, 16 heads over FP8 pages: where a step's time goes",
-        sides(16, **PAGES, who=("stock", "layer"), more=(*SPEED[:2], *SPEED[-4:]), label="speed"),
-        320,
+        sides(16, **PAGES, who=OF_SGLANG, more=SGLANG_SPEED, label="speed"),
+        290,
     ),
     "sglang_layer128": Step(
         "SGLang, 128 heads over rows: where a step's time goes",
-        sides(128, **SGLANG, who=("stock", "layer"), more=(*SPEED[:2], *SPEED[-4:]), label="speed"),
-        320,
+        sides(128, **SGLANG, who=OF_SGLANG, more=SGLANG_SPEED, label="speed"),
+        290,
+    ),
+    "sglang_v4_layer": Step(
+        "SGLang, DeepSeek V4, 16 heads: where a step's time goes",
+        sides(16, **SGLANG_V4, who=OF_SGLANG, more=SGLANG_SPEED, label="speed"),
+        290,
+    ),
+    "sglang_v41_layer": Step(
+        "SGLang, DeepSeek V4.1 over V4's rows, 16 heads: where a step's time goes",
+        sides(16, **SGLANG_V41, who=OF_SGLANG, more=SGLANG_SPEED, label="speed"),
+        290,
     ),
     "sglang_layer_right": Step(
         "SGLang, our ops around attention: graphs, 16 heads, and exact attention; speculation",
@@ -239,7 +253,7 @@ STEPS = {
     ),
     "sglang_v4_speed": Step(
         "SGLang, DeepSeek V4: kernel times, 16 and 128 heads",
-        sides(16, 128, **SGLANG_V4, more=(*SPEED[:2], *SPEED[-4:]), label="speed"),
+        sides(16, 128, **SGLANG_V4, more=SGLANG_SPEED, label="speed"),
         280,
     ),
     "sglang_v41": Step(

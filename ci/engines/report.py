@@ -11,6 +11,9 @@ import parts
 WRITES_ROWS = ("layer", "whole")  # who of engine.py
 TOPK = 2047  # tokens behind which an indexer has a choice
 MOST_OF_STOCK = 1.1  # mean difference of logprobs to exact attention
+OF_EXACT_ROWS = {  # by a cache: the same model over bf16 rows
+    "fp8_ds_mla": "bfloat16", "glm52": "glm52_bf16", "sglang": "sglang_bf16", "sglang_pages": "sglang_bf16",
+}  # fmt: skip
 # Error of V4's layer where prompts are rows of bf16: docs/notebook/engines.md has the reason.
 MOST_OF_STOCK_ROWS, ROWS_FROM_HEADS = 1.15, 64
 
@@ -50,8 +53,7 @@ def exact_of(name: str, found: dict[str, dict]) -> tuple[dict, int | None]:
     """
     who, heads, cache = _without_options(name).split("-")
     if who in WRITES_ROWS:
-        bf16 = "sglang_bf16" if cache.startswith("sglang") else "bfloat16"
-        return found.get(f"exact-{heads}-{bf16}-eager", {}), TOPK
+        return found.get(f"exact-{heads}-{OF_EXACT_ROWS.get(cache, cache)}-eager", {}), TOPK
     return found.get(f"exact-{heads}-{cache}-eager", {}), None
 
 

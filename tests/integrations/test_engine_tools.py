@@ -138,19 +138,22 @@ def test_what_is_wrong_with_a_run_is_said(changed, problem, tools):
 
 
 @pytest.mark.parametrize("distance, wrong", [(0.4, False), (0.6, True)])
+@pytest.mark.parametrize(
+    "cache, exact", [("fp8_ds_mla", "bfloat16"), ("glm52", "glm52_bf16"), ("sglang", "sglang_bf16")]
+)
 def test_who_writes_rows_is_compared_with_attention_over_bf16_rows_where_all_keys_are_chosen(
-    distance, wrong, tools
+    cache, exact, distance, wrong, tools
 ):
     import report  # noqa: PLC0415
 
     behind = [-9.0] * 5  # where another choice of keys is no error
     found = {
-        "exact-16-bfloat16-eager": result(prompt_logprobs=[[-1.0] * report.TOPK + behind]),
-        "exact-16-fp8_ds_mla-eager": result(prompt_logprobs=[[-1.5] * (report.TOPK + 5)]),
-        "stock-16-fp8_ds_mla": result(prompt_logprobs=[[-1.5] * (report.TOPK + 5)]),
-        "layer-16-fp8_ds_mla": result(prompt_logprobs=[[-1.0 - distance] * (report.TOPK + 5)]),
+        f"exact-16-{cache}-eager": result(prompt_logprobs=[[-1.5] * (report.TOPK + 5)]),
+        f"exact-16-{exact}-eager": result(prompt_logprobs=[[-1.0] * report.TOPK + behind]),
+        f"stock-16-{cache}": result(prompt_logprobs=[[-1.5] * (report.TOPK + 5)]),
+        f"layer-16-{cache}": result(prompt_logprobs=[[-1.0 - distance] * (report.TOPK + 5)]),
     }
-    said = "layer-16-fp8_ds_mla: 0.6000 to exact attention, stock is at 0.5000"
+    said = f"layer-16-{cache}: 0.6000 to exact attention, stock is at 0.5000"
     assert report.problems(found) == ([said] if wrong else [])
 
 
@@ -305,6 +308,8 @@ def test_every_step_of_the_matrix_names_engines_that_there_are(tools):
     import matrix  # noqa: PLC0415
 
     for step in matrix.STEPS.values():
+        turns = {matrix.takes_turns(case) for case in step.cases}
+        assert len(turns) == 1, f"{step.what}: who is timed waits for others that are not"
         names = [case.name for case in step.cases]
         assert len(names) == len(set(names))
         for case in step.cases:
