@@ -284,6 +284,15 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   DEF_WITH_OUT(sparse_decode, PAGED_SPARSE_ARGUMENTS ", bool batch_invariant=False",
                "(Tensor out, Tensor lse)",
                "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace=None, bool allocate_workspace=False")
+  // For compat.flash_mla: with FlashMLA's shapes.
+  DEF(_flash_mla_decode,
+      "Tensor q, Tensor kv_cache, Tensor indices, int layout, float sm_scale, Tensor? topk_length=None, "
+      "Tensor? attn_sink=None, Tensor? extra_kv_cache=None, Tensor? extra_indices=None, "
+      "Tensor? extra_topk_length=None, int? extra_layout=None, int query_groups=1, Tensor? shared_keys=None",
+      "(Tensor out, Tensor lse)")
+  DEF(_flash_mla_prefill,
+      "Tensor q, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink=None, Tensor? topk_length=None",
+      "(Tensor out, Tensor max_logits, Tensor lse)")
   DEF_WITH_OUT(plan_shared_keys,
                "Tensor indices, *, int query_groups, int num_q_heads, int layout, int num_slots, "
                "Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "

@@ -55,10 +55,15 @@
   X(sparse_prefill_window) X(sparse_prefill_window_out)     \
   X(sparse_decode) X(sparse_decode_out)
 
-#define MLA_FP8_CPU_OPS(X) MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X) MLA_FP8_INDEX_OPS(X)
+// On HIP, callers go to the ops above: its library has no room.
+#define MLA_FP8_FLASH_MLA_OPS(X) X(_flash_mla_decode) X(_flash_mla_prefill)
+
+#define MLA_FP8_CPU_OPS(X)                                  \
+  MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)               \
+  MLA_FP8_INDEX_OPS(X) MLA_FP8_FLASH_MLA_OPS(X)
 #define MLA_FP8_CUDA_OPS(X)                                 \
   MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)               \
-  MLA_FP8_INDEX_OPS(X)                                      \
+  MLA_FP8_INDEX_OPS(X) MLA_FP8_FLASH_MLA_OPS(X)             \
   X(_sparse_attention) X(_sparse_attention_window)          \
   X(_gather_queries) X(_exchange_states)
 #define MLA_FP8_HIP_OPS(X)                                  \
@@ -195,6 +200,15 @@ void sparse_prefill_window_out(MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS, MLA_SPARSE_P
 TwoTensors sparse_decode(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant);
 void sparse_decode_out(MLA_PAGED_SPARSE_ARGUMENTS, bool batch_invariant, Tensor out, Tensor lse,
                        OptionalTensor workspace, bool allocate_workspace);
+// For compat.flash_mla: with FlashMLA's shapes.
+#define MLA_FLASH_MLA_DECODE_ARGUMENTS                                                                    \
+  const Tensor &q, const Tensor &kv_cache, const Tensor &indices, int64_t layout, double sm_scale,        \
+      const OptionalTensor &topk_length, const OptionalTensor &attn_sink,                                 \
+      const OptionalTensor &extra_kv_cache, const OptionalTensor &extra_indices,                          \
+      const OptionalTensor &extra_topk_length, std::optional<int64_t> extra_layout, int64_t query_groups, \
+      const OptionalTensor &shared_keys
+TwoTensors _flash_mla_decode(MLA_FLASH_MLA_DECODE_ARGUMENTS);
+ThreeTensors _flash_mla_prefill(MLA_SPARSE_PREFILL_ARGUMENTS);
 #define MLA_PLAN_SHARED_KEYS_ARGUMENTS                                                                 \
   const Tensor &indices, int64_t query_groups, int64_t num_q_heads, int64_t layout, int64_t num_slots, \
       const OptionalTensor &topk_length, const OptionalTensor &extra_indices,                          \

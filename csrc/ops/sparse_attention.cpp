@@ -202,6 +202,70 @@ ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS) {
   return {out, max_logits, lse};
 }
 
+#if !MLA_FP8_WITH_HIP
+namespace {
+
+// `t` by other sizes and strides, for kernels and callers: it has no version in common with `t`.
+Tensor reinterpreted(const Tensor& t, Shape sizes, Shape strides) {
+  int64_t offset = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(t.get(), &offset));
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), static_cast<int64_t>(sizes.size()),
+                                                        sizes.begin(), strides.begin(), offset, &made));
+  return Tensor(made);
+}
+
+// A tensor [a, b, ...] as [a * b, ...]. Fails where its rows are not all at one distance.
+Tensor first_two_as_one(const Check& check, const Tensor& t, const char* name) {
+  const Arg arg = check(t, name);
+  check.that(arg.dim() == 3 || arg.dim() == 4, name, " must have 3 or 4 dimensions, got ", arg.dim());
+  const int64_t many = arg.size(0), each = arg.size(1), step = arg.stride(each == 1 ? 0 : 1);
+  check.that(many <= 1 || each == 1 || arg.stride(0) == each * step, name, " must have rows at one distance");
+  if (arg.dim() == 3) return reinterpreted(t, {many * each, arg.size(2)}, {step, arg.stride(2)});
+  return reinterpreted(t, {many * each, arg.size(2), arg.size(3)}, {step, arg.stride(2), arg.stride(3)});
+}
+
+}  // namespace
+
+TwoTensors _flash_mla_decode(MLA_FLASH_MLA_DECODE_ARGUMENTS) {
+  const Check check("_flash_mla_decode");
+  check(q, "q").shape({-1, -1, -1, -1});
+  check(kv_cache, "kv_cache").shape({-1, -1, 1, -1});
+  check(indices, "indices").shape({q.size(0), q.size(1), -1});
+  std::optional<int64_t> extra_page_size;
+  OptionalTensor extra;
+  if (extra_kv_cache) {
+    check(*extra_kv_cache, "extra_kv_cache").shape({-1, -1, 1, -1});
+    extra_page_size = extra_kv_cache->size(1);
+  }
+  if (extra_indices) {
+    check(*extra_indices, "extra_indices").shape({q.size(0), q.size(1), -1});
+    extra = first_two_as_one(check, *extra_indices, "extra_indices");
+  }
+  const int64_t requests = q.size(0), queries = q.size(1), heads = q.size(2), tokens = requests * queries;
+  const Tensor out = new_empty(q, {requests, queries, heads, kHeadDimV}, ScalarType::BFloat16);
+  const Tensor lse = new_empty(q, {requests, queries, heads}, ScalarType::Float);
+  decode(first_two_as_one(check, q, "q"), kv_cache, first_two_as_one(check, indices, "indices"), layout,
+         kv_cache.size(1), sm_scale, topk_length, attn_sink, extra_kv_cache, extra, extra_topk_length,
+         extra_page_size, extra_layout, {}, query_groups, shared_keys, false,
+         {reinterpreted(out, {tokens, heads, kHeadDimV}, {heads * kHeadDimV, kHeadDimV, 1}),
+          reinterpreted(lse, {tokens, heads}, {heads, 1}), nullptr},
+         nullptr);
+  return {out, reinterpreted(lse, {requests, heads, queries}, {queries * heads, 1, heads})};
+}
+
+ThreeTensors _flash_mla_prefill(MLA_SPARSE_PREFILL_ARGUMENTS) {
+  const Check check("_flash_mla_prefill");
+  check(kv, "kv").shape({-1, 1, -1});
+  check(indices, "indices").shape({-1, 1, -1});
+  auto [out, lse] = new_outputs(check, q);
+  Tensor max_logits = new_max_logits(q);
+  prefill(q, first_two_as_one(check, kv, "kv"), first_two_as_one(check, indices, "indices"), sm_scale,
+          attn_sink, topk_length, false, {out, lse, &max_logits}, nullptr);
+  return {out, max_logits, lse};
+}
+#endif
+
 #if MLA_FP8_WITH_CUDA || MLA_FP8_WITH_HIP
 namespace {
 

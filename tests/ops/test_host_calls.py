@@ -68,8 +68,8 @@ def compat_prefill() -> Callable[[], object]:
         (function("sparse_prefill_paged"), 12),
         (function("quantize_kv"), 6),
         (plugin(), 18),
-        (compat_decode(), 12),
-        (compat_prefill(), 9),
+        (compat_decode(), 6),
+        (compat_prefill(), 6),
     ],
     ids=["decode", "prefill", "prefill_paged", "quantize_kv", "plugin", "compat_decode", "compat_prefill"],
 )

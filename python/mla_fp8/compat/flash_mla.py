@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._arguments import need_tensors
-from .._inference import refuse_gradients_of
+from .._inference import refuse_gradients
 from ..dispatch import attend, selected_on
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout
 from ._names import caller_names
@@ -31,9 +31,8 @@ _ALIGNMENT = 16  # bytes, of the rows that our ops read
 _ANY = -1  # of a shape
 _FOUR, _PAGES = (_ANY,) * 4, (_ANY, _ANY, 1, _ANY)
 _INF, _NAN = float("inf"), float("nan")
-_NO_FEATURES: tuple[str, ...] = ()
-_TWO_CACHES = ("two caches",)
-_SMALL_ROWS, _LARGE_ROWS = KV_LAYOUTS["bf16_512"], KV_LAYOUTS["bf16"]
+# What the ops do not take as it is: copied then, or refused with the caller's names.
+_REFUSED = (RuntimeError, ValueError, TypeError, AttributeError)
 _DECODE, _PREFILL = "mla_fp8.flash_mla_with_kvcache", "mla_fp8.flash_mla_sparse_fwd"
 
 
@@ -104,26 +103,27 @@ def flash_mla_with_kvcache(
         _expect(_DECODE, "causal", False, causal)
         _expect(_DECODE, "is_fp8_kvcache", True, is_fp8_kvcache)
         _expect(_DECODE, "head_dim_v", HEAD_DIM_V, head_dim_v)
-    if not (_is(q, 4) and _is(k_cache, 4) and _is(indices, 3)):
-        _expect_tensors(_DECODE, q=q, k_cache=k_cache, indices=indices)
-        _expect_shape(_DECODE, "q", q, _FOUR)
-        _expect_shape(_DECODE, "k_cache", k_cache, _PAGES)
-        _expect_shape(_DECODE, "indices", indices, (*q.shape[:2], _ANY))
+    if not torch.compiler.is_compiling():
+        results = _decode_as_given(
+            q, k_cache, kv_format, extra_k_cache, indices, softmax_scale, topk_length, attn_sink,
+            extra_indices_in_kvcache, extra_topk_length, query_groups, shared_keys,
+        )  # fmt: skip
+        if results is not None:
+            return results
+    _expect_tensors(_DECODE, q=q, k_cache=k_cache, indices=indices)
+    _expect_shape(_DECODE, "q", q, _FOUR)
+    _expect_shape(_DECODE, "k_cache", k_cache, _PAGES)
     batch, s_q, heads, head_dim = q.shape
-    _, page_size, one, row_elements = k_cache.shape
-    if one != 1:
-        _expect_shape(_DECODE, "k_cache", k_cache, _PAGES)
-    layout = _layout(head_dim, row_elements * k_cache.element_size(), kv_format)
+    layout = _layout(head_dim, _row_bytes(k_cache), kv_format)
     given: dict[str, Any] = {
-        "q": q.squeeze(1) if s_q == 1 else q.flatten(0, 1), "kv_cache": k_cache,
-        "indices": _per_token("indices", indices, batch, s_q), "layout": layout.id, "page_size": page_size,
-        "sm_scale": head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        "q": q.flatten(0, 1), "kv_cache": k_cache,
+        "indices": _per_token("indices", indices, batch, s_q), "layout": layout,
+        "page_size": k_cache.shape[1], "sm_scale": head_dim**-0.5 if softmax_scale is None else softmax_scale,
     }  # fmt: skip
     if topk_length is not None:
         given["topk_length"] = _lengths("topk_length", topk_length, batch, s_q)
     if attn_sink is not None:
         given["attn_sink"] = attn_sink
-    extra = None
     if extra_indices_in_kvcache is not None:
         given["extra_indices"] = _per_token("extra_indices_in_kvcache", extra_indices_in_kvcache, batch, s_q)
     if extra_topk_length is not None:
@@ -131,14 +131,10 @@ def flash_mla_with_kvcache(
     if extra_k_cache is not None:
         _expect_shape(_DECODE, "extra_k_cache", extra_k_cache, _PAGES)
         given["extra_kv_cache"], given["extra_page_size"] = extra_k_cache, extra_k_cache.shape[1]
-        extra = _extra_layout(layout, extra_k_cache.shape[3] * extra_k_cache.element_size())
-        if extra is not layout:
-            given["extra_layout"] = extra.id
+        given["extra_layout"] = _extra_layout(layout, _row_bytes(extra_k_cache))
     if query_groups != 1 or shared_keys is not None:
         given["query_groups"], given["shared_keys"] = query_groups, shared_keys
-    out, lse = _attend("sparse_decode", given, layout, extra)
-    if s_q == 1:  # a view less
-        return out.unsqueeze(1), lse.unsqueeze(2)
+    out, lse = _attend_to_pages(given)
     return out.view(batch, s_q, heads, HEAD_DIM_V), lse.view(batch, s_q, heads).mT
 
 
@@ -166,71 +162,123 @@ def flash_mla_sparse_fwd(
     """
     if d_v != HEAD_DIM_V:
         _expect(_PREFILL, "d_v", HEAD_DIM_V, d_v)
-    if not (_is(q, 3) and _is(kv, 3) and _is(indices, 3)) or kv.shape[1] != 1 or indices.shape[1] != 1:
-        _expect_tensors(_PREFILL, q=q, kv=kv, indices=indices)
-        _expect_shape(_PREFILL, "q", q, (_ANY, _ANY, _ANY))
-        _expect_shape(_PREFILL, "kv", kv, (_ANY, 1, q.shape[2]))
-        _expect_shape(_PREFILL, "indices", indices, (q.shape[0], 1, _ANY))
-    given: dict[str, Any] = {
+    if not torch.compiler.is_compiling():
+        results = _prefill_as_given(q, kv, indices, sm_scale, attn_sink, topk_length)
+        if results is not None:
+            return results
+    _expect_tensors(_PREFILL, q=q, kv=kv, indices=indices)
+    _expect_shape(_PREFILL, "q", q, (_ANY, _ANY, _ANY))
+    _expect_shape(_PREFILL, "kv", kv, (_ANY, 1, q.shape[2]))
+    _expect_shape(_PREFILL, "indices", indices, (q.shape[0], 1, _ANY))
+    given = {
         "q": q, "kv": kv.squeeze(1), "indices": indices.squeeze(1), "sm_scale": sm_scale,
+        "attn_sink": attn_sink, "topk_length": topk_length,
     }  # fmt: skip
-    if attn_sink is not None:
-        given["attn_sink"] = attn_sink
-    if topk_length is not None:
-        given["topk_length"] = topk_length
-    out, max_logits, lse = _attend(
-        "sparse_prefill", given, _SMALL_ROWS if q.size(2) == HEAD_DIM_V else _LARGE_ROWS
-    )
-    return out, max_logits, lse
+    out, max_logits, lse = attend(
+        "sparse_prefill", _converted(_PREFILL, given), "native", out=None, lse=None, workspace=None,
+        max_logits=True,
+    )  # fmt: skip
+    return out, max_logits, _as_flash_mla_has(lse)
 
 
-def _attend(
-    op: str, given: dict[str, Any], layout: KVLayout, extra: KVLayout | None = None
-) -> tuple[torch.Tensor, ...]:
-    """The op's results, lse as FlashMLA has it. What the op does not read as it lies is copied, then."""
-    results = None if torch.compiler.is_compiling() else _as_given(op, given, layout, extra)
-    if results is None:
-        results = (_attend_to_rows if op == "sparse_prefill" else _attend_to_pages)(given, layout, extra)
-    # Nothing attended: +inf, in place and in one launch; NaN and everything finite stay.
-    results[-1].nan_to_num_(_NAN, _INF, _INF)
-    return results
-
-
-def _as_given(
-    op: str, given: dict[str, Any], layout: KVLayout, extra: KVLayout | None
-) -> tuple[torch.Tensor, ...] | None:
-    """The op's results; None where something is wrong, or in a form that the op does not take."""
-    q, name, features = given["q"], layout.name, _NO_FEATURES
-    if extra is not None:
-        name, features = name if extra is layout else f"{name} + {extra.name}", _TWO_CACHES
+def _decode_as_given(
+    q: torch.Tensor, k_cache: torch.Tensor, kv_format: str | None, extra: torch.Tensor | None,
+    indices: torch.Tensor, softmax_scale: float | None, topk_length: torch.Tensor | None,
+    attn_sink: torch.Tensor | None, *others: Any,
+) -> tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+    """The results by an op with FlashMLA's shapes; None where something is wrong, or in a form that the op
+    does not take: arguments are looked at, and copied, then."""
     try:
-        refuse_gradients_of(op, given)
-        selected_on(op, q.device, name, q.size(1), features, "native")
-        return getattr(torch.ops.mla_fp8, op)(**given)  # type: ignore[no-any-return]
-    except (RuntimeError, ValueError):
+        refuse_gradients("sparse_decode", q=q, kv_cache=k_cache, attn_sink=attn_sink, extra_kv_cache=extra)
+        _, _, heads, head_dim = q.shape
+        row_bytes = k_cache.shape[-1] * k_cache.element_size()
+        extra_bytes = None if extra is None else extra.shape[-1] * extra.element_size()
+        found = _layouts(q.device, heads, head_dim, row_bytes, kv_format, extra_bytes)
+        if found is None:
+            return None
+        layout, extra_layout = found
+        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        extra_indices, extra_topk_length, query_groups, shared_keys = others
+        out, lse = torch.ops.mla_fp8._flash_mla_decode(
+            q, k_cache, indices, layout, scale, topk_length, attn_sink, extra, extra_indices,
+            extra_topk_length, extra_layout, query_groups, shared_keys,
+        )  # fmt: skip
+        return out, _as_flash_mla_has(lse)
+    except _REFUSED:
         return None
+
+
+def _prefill_as_given(
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float,
+    attn_sink: torch.Tensor | None, topk_length: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:  # fmt: skip
+    """The same of prefill."""
+    try:
+        refuse_gradients("sparse_prefill", q=q, kv=kv, attn_sink=attn_sink)
+        _, heads, head_dim = q.shape
+        if not _has_prefill(q.device, heads, head_dim):
+            return None
+        out, max_logits, lse = torch.ops.mla_fp8._flash_mla_prefill(
+            q, kv, indices, sm_scale, attn_sink, topk_length
+        )
+        return out, max_logits, _as_flash_mla_has(lse)
+    except _REFUSED:
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _layouts(
+    device: torch.device, heads: int, head_dim: int, row_bytes: int, kv_format: str | None,
+    extra_bytes: int | None,
+) -> tuple[int, int | None] | None:  # fmt: skip
+    """Ids of the caches' layouts, None for a second that is the first; None if the device lacks the op.
+    ValueError if no kernel reads them."""
+    if _lacks_ops(device):
+        return None
+    first = second = _layout(head_dim, row_bytes, kv_format)
+    features: tuple[str, ...] = ()
+    if extra_bytes is not None:
+        second, features = _extra_layout(first, extra_bytes), ("two caches",)
+    name = first.name if second is first else f"{first.name} + {second.name}"
+    selected_on("sparse_decode", device, name, heads, features, "native")
+    return first.id, None if second is first else second.id
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_prefill(device: torch.device, heads: int, head_dim: int) -> bool:
+    """Whether the device has the op. ValueError if no kernel reads such rows."""
+    if _lacks_ops(device):
+        return False
+    rows = KV_LAYOUTS["bf16_512" if head_dim == HEAD_DIM_V else "bf16"]
+    selected_on("sparse_prefill", device, rows.name, heads, (), "native")
+    return True
+
+
+def _lacks_ops(device: torch.device) -> bool:
+    """Whether FlashMLA's shapes are not for the library of this device (csrc/registration.h)."""
+    return device.type == "cuda" and torch.version.hip is not None
 
 
 @caller_names(
     kv_cache="k_cache", extra_kv_cache="extra_k_cache", extra_indices="extra_indices_in_kvcache",
     sm_scale="softmax_scale", page_size="k_cache", extra_page_size="extra_k_cache",
 )  # fmt: skip
-def _attend_to_pages(
-    given: dict[str, Any], layout: KVLayout, extra: KVLayout | None
-) -> tuple[torch.Tensor, ...]:
-    given = _converted(_DECODE, given) | {"layout": layout, "extra_layout": extra}
-    return attend("sparse_decode", given, "native", out=None, lse=None, workspace=None)  # type: ignore[no-any-return]
+def _attend_to_pages(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = attend(
+        "sparse_decode", _converted(_DECODE, given), "native", out=None, lse=None, workspace=None
+    )
+    return out, _as_flash_mla_has(lse)
 
 
-def _attend_to_rows(given: dict[str, Any], *unused: object) -> tuple[torch.Tensor, ...]:
-    given, op = _converted(_PREFILL, given), "sparse_prefill"
-    return attend(op, given, "native", out=None, lse=None, workspace=None, max_logits=True)  # type: ignore[no-any-return]
+def _as_flash_mla_has(lse: torch.Tensor) -> torch.Tensor:
+    """+inf where nothing is attended, in place; NaN and everything finite stay."""
+    return lse.nan_to_num_(_NAN, _INF, _INF)
 
 
 def _converted(function: str, given: dict[str, Any]) -> dict[str, Any]:
     """Copies of what the op would not read in place."""
     for name, convert in _CONVERT.items():
-        if name in given:
+        if given.get(name) is not None:
             _expect_tensors(function, **{name: given[name]})
             given[name] = convert(given[name])
     return given
@@ -240,7 +288,7 @@ def _per_token(name: str, x: torch.Tensor, batch: int, s_q: int) -> torch.Tensor
     """``x [batch, s_q, n]`` with a row for each query token."""
     if not _is(x, 3) or x.size(0) != batch or x.size(1) != s_q:
         _expect_shape(_DECODE, name, x, (batch, s_q, _ANY))
-    return x.squeeze(1) if s_q == 1 else x.flatten(0, 1)
+    return x.flatten(0, 1)
 
 
 def _lengths(name: str, x: torch.Tensor, batch: int, s_q: int) -> torch.Tensor:
@@ -253,6 +301,10 @@ def _lengths(name: str, x: torch.Tensor, batch: int, s_q: int) -> torch.Tensor:
 def _expect(function: str, what: str, want: object, got: object) -> None:
     if got != want:
         raise ValueError(f"{function}: {what} must be {want}, got {got}")
+
+
+def _row_bytes(cache: torch.Tensor) -> int:
+    return cache.shape[-1] * cache.element_size()
 
 
 def _is(x: object, dim: int) -> bool:
@@ -274,18 +326,6 @@ def _expect_shape(function: str, name: str, x: torch.Tensor, want: tuple[int, ..
         raise ValueError(f"{function}: {name} must have shape [{known}], got {[*x.shape]}")
 
 
-def _looked_up_once(function: Callable[..., KVLayout]) -> Callable[..., KVLayout]:
-    """Decorator: kept by its arguments; the compiler, which sees through no cache, calls it."""
-    kept = functools.lru_cache(maxsize=256)(function)
-
-    @functools.wraps(function)
-    def look_up(*args: object) -> KVLayout:
-        return function(*args) if torch.compiler.is_compiling() else kept(*args)
-
-    return look_up
-
-
-@_looked_up_once
 def _layout(head_dim: int, row_bytes: int, kv_format: str | None) -> KVLayout:
     """That of the name or, without one, the only one with the size of the cache's rows."""
     if kv_format not in (None, *_FORMATS):
@@ -312,7 +352,6 @@ def _layout(head_dim: int, row_bytes: int, kv_format: str | None) -> KVLayout:
     )
 
 
-@_looked_up_once
 def _extra_layout(first: KVLayout, row_bytes: int) -> KVLayout:
     """Of those that may stand next to the first cache's, the one with the size of the second one's rows."""
     possible = [first, *(x for x in KV_LAYOUTS.values() if first.name in x.extra_of)]

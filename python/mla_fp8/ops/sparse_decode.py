@@ -4,7 +4,7 @@ from .._arguments import call_op, need_tensors
 from .._fake import attention_outputs, fake, fake_returns_nothing
 from ..arch import num_processors
 from ..dispatch import attend
-from ..layout import KVLayout, get_layout
+from ..layout import HEAD_DIM_V, KVLayout, get_layout
 
 __all__ = ["plan_shared_keys", "sparse_attention_workspace", "sparse_decode"]
 
@@ -170,6 +170,15 @@ def sparse_decode(
 
 
 fake("sparse_decode")(attention_outputs(2))
+
+
+@fake("_flash_mla_decode")
+def _(q: torch.Tensor, *unused: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, s_q, heads, _ = q.shape
+    out = q.new_empty((batch, s_q, heads, HEAD_DIM_V))
+    return out, q.new_empty((batch, s_q, heads), dtype=torch.float32).mT
+
+
 fake_returns_nothing("sparse_decode_out")
 
 

@@ -196,6 +196,6 @@ def _asked(name: str, return_max_logits: bool) -> bool:
     return True
 
 
-for _op in ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window"):
+for _op in ("sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window", "_flash_mla_prefill"):
     fake(_op)(attention_outputs(3))
 fake_returns_nothing("sparse_prefill_out", "sparse_prefill_paged_out", "sparse_prefill_window_out")
