@@ -14,6 +14,7 @@ from ..layout import KV_LAYOUTS
 from ..ops.compress_kv import compress_kv
 from ..ops.inverse_rope import inverse_rope
 from ..ops.norm_rope_insert import k_norm_rope_insert, qk_norm_rope_insert
+from ..ops.prepare_queries import prepare_queries
 from ._names import caller_names, expect_rows
 from .sglang import LAYOUTS
 
@@ -82,7 +83,7 @@ def fused_k_norm_rope_flashmla(
         )
 
 
-@caller_names(**_ROTATION, o="q", out="q")
+@caller_names(**_ROTATION, o="q", out="q", q_pe="q", out_q_pe="q")
 def fused_rope_inplace(
     q: torch.Tensor,
     k: torch.Tensor | None,
@@ -90,10 +91,15 @@ def fused_rope_inplace(
     positions: torch.Tensor,
     inverse: bool = False,
 ) -> None:
-    """Rotates the last dims of ``q``, and of ``k``, in place, by :func:`mla_fp8.inverse_rope`."""
+    """Rotates the last dims of ``q``, and of ``k``, in place, by :func:`mla_fp8.inverse_rope`; forward by
+    :func:`mla_fp8.prepare_queries`, but on AMD GPUs, where a copy of the whole table is negated."""
     cos, sin = _tables(freqs_cis)
     for x in (q,) if k is None else (q, k):
-        inverse_rope(x, cos, sin if inverse else -sin, positions, out=x)
+        if inverse or torch.version.hip:
+            inverse_rope(x, cos, sin if inverse else -sin, positions, out=x)
+        else:
+            rotated = x[..., -2 * cos.shape[-1] :]
+            prepare_queries(rotated, None, None, cos, sin, positions, out_q_pe=rotated)
 
 
 @caller_names(**_COMPRESS, slot_mapping="out_loc", state_slots="positions")
