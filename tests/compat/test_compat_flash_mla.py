@@ -14,7 +14,6 @@ from sparse_cases import V4_SCOPES, Case, make_case, packed_layouts
 from mla_fp8 import KV_LAYOUTS
 from mla_fp8.backends import flash_mla as flash_mla_backend
 from mla_fp8.backends import packages
-from mla_fp8.compat import flash_mla as compat
 from mla_fp8.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
@@ -125,36 +124,6 @@ def test_drafts_share_keys_if_the_caller_says_so(layout, lists_before, device):
         assert_same((out, lse), flash_mla_with_kvcache(**alone))
     with pytest.raises(RuntimeError, match="query_groups must be in"):
         flash_mla_with_kvcache(**alone, query_groups=0)
-
-
-@packed_layouts
-@pytest.mark.parametrize("s_q", [1, 2])
-def test_decode_as_given_is_what_decode_of_checked_arguments_is(layout, s_q, device, monkeypatch):
-    """Arguments go to an op with FlashMLA's shapes, unless it refuses one."""
-    arguments = draft_arguments(draft_case(layout, device, 3, s_q, num_q_heads=16, extra_topk=30), s_q)
-    for name in ("indices", "extra_indices_in_kvcache"):
-        arguments[name][0] = -1
-    assert_the_same_as_given("decode", lambda: flash_mla_with_kvcache(**arguments), monkeypatch)
-
-
-@pytest.mark.parametrize("name", ["bf16", "bf16_512"])
-def test_prefill_as_given_is_what_prefill_of_checked_arguments_is(name, device, monkeypatch):
-    arguments = prefill_arguments(prefill_case(name, device))
-    assert_the_same_as_given("prefill", lambda: flash_mla_sparse_fwd(**arguments), monkeypatch)
-
-
-def assert_the_same_as_given(phase: str, call, monkeypatch) -> None:
-    """Results with and without the short way, which this call takes."""
-    name, taken = f"_{phase}_as_given", []
-    original = getattr(compat, name)
-    monkeypatch.setattr(compat, name, lambda *args: taken.append(original(*args)) or taken[-1])
-    got = call()
-    assert got[-1].isposinf().any()
-    assert got is taken[0] or compat._lacks_ops(got[0].device)
-    monkeypatch.setattr(compat, name, lambda *args: None)
-    want = call()
-    assert_same(got, want)
-    assert [x.shape for x in got] == [x.shape for x in want]
 
 
 def draft_arguments(case: Case, s_q: int) -> dict:
