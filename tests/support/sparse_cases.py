@@ -45,6 +45,12 @@ def exact_latents(layout: KVLayout, num_rows: int, device: str) -> torch.Tensor:
     return on_grid.bfloat16()
 
 
+def bf16_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b`` in bf16, whose sums are floats, for CPUs that have no instruction for it: those are ten
+    times slower in bf16."""
+    return (a.float() @ b.float()).bfloat16()
+
+
 @dataclass
 class Scope:
     """A cache with NaN in every slot that is not selected, and what its selected rows hold."""
@@ -144,11 +150,11 @@ class Case:
                 i = s.indices[t] if s.length is None else s.indices[t, : max(int(s.length[t]), 0)]
                 keys.append(s.rows[i[(i >= 0) & (i < len(s.rows))].long()])
             k = torch.cat(keys)
-            logits = (self.q[t] @ k.T).float() * self.sm_scale
+            logits = bf16_product(self.q[t], k.T).float() * self.sm_scale
             if self.attn_sink is not None:
                 logits = torch.cat([logits, self.attn_sink[:, None]], 1)
             weights = logits.softmax(-1)[:, : len(k)].bfloat16()
-            outs.append(weights @ k[:, : self.layout.head_dim_v])
+            outs.append(bf16_product(weights, k[:, : self.layout.head_dim_v]))
         return torch.stack(outs)
 
     def tokens(self, which: slice | torch.Tensor) -> "Case":

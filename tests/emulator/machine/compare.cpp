@@ -1,4 +1,6 @@
 // Vector comparisons: a mask of lanes into VCC or a pair of scalar registers.
+#include <immintrin.h>
+
 #include <cmath>
 
 #include "emulator/machine/lanes.h"
@@ -6,20 +8,25 @@
 namespace emulator {
 namespace {
 
+// A bit for each lane of which `f` holds.
+template <class F>
+u64 lanes_of(F f) {
+  alignas(32) u32 holds[kLanes];
+  for (int l = 0; l < kLanes; ++l) holds[l] = f(l) ? ~0u : 0;
+  u64 mask = 0;
+  for (int l = 0; l < kLanes; l += 8)
+    mask |= static_cast<u64>(_mm256_movemask_ps(_mm256_load_ps(reinterpret_cast<const float*>(holds + l))))
+            << l;
+  return mask;
+}
 template <auto kF, class T>
 void compare(Wave& w, I i) {
-  u64 mask = 0;
-  if constexpr (sizeof(T) == 8) {
-    const Wave::Pair a = w.source64(i, 0), b = w.source64(i, 1);
-    for (int l = 0; l < kLanes; ++l) mask |= u64{kF(static_cast<T>(a[l]), static_cast<T>(b[l]))} << l;
-  } else if constexpr (std::is_same_v<T, float>) {
-    const float *a = w.source_float(i, 0), *b = w.source_float(i, 1);
-    for (int l = 0; l < kLanes; ++l) mask |= u64{kF(a[l], b[l])} << l;
-  } else {
-    const u32 *a = w.source(i, 0), *b = w.source(i, 1);
-    for (int l = 0; l < kLanes; ++l) mask |= u64{kF(static_cast<T>(a[l]), static_cast<T>(b[l]))} << l;
-  }
-  w.write_mask(i.sdst, mask);
+  const auto of = [&](const auto& a, const auto& b) {
+    w.write_mask(i.sdst, lanes_of([&](int l) { return kF(static_cast<T>(a[l]), static_cast<T>(b[l])); }));
+  };
+  if constexpr (sizeof(T) == 8) of(w.source64(i, 0), w.source64(i, 1));
+  else if constexpr (std::is_same_v<T, float>) of(w.source_float(i, 0), w.source_float(i, 1));
+  else of(w.source(i, 0), w.source(i, 1));
 }
 
 // Bits of the second operand name kinds of floats: signalling NaN, NaN, -inf, -normal, -subnormal, -0, and

@@ -50,28 +50,41 @@ void load_scalar(Wave& w, I i) {
 // ---- LDS
 // One lane's access: within the workgroup's LDS, aligned, and not what another wave touches between the same
 // two barriers, unless both read.
-template <bool kWrites>
-void access_lds(Wave& w, u32 address, u32 bytes) {
-  Workgroup& group = *w.group;
+[[noreturn]] void refuse_lds(Wave& w, u32 address, u32 bytes, bool writes) {
+  const Workgroup& group = *w.group;
+  const std::string at = " LDS at " + std::to_string(address);
   if (uint64_t{address} + bytes > group.lds.size())
-    w.fault("touches LDS at " + std::to_string(address) + ", of which its kernel has " +
-            std::to_string(group.lds.size()) + " bytes");
-  if (address % bytes) w.fault("touches LDS at " + std::to_string(address) + ", which is not aligned");
+    w.fault("touches" + at + ", of which its kernel has " + std::to_string(group.lds.size()) + " bytes");
+  if (address % bytes) w.fault("touches" + at + ", which is not aligned");
   const auto me = static_cast<uint8_t>(w.id + 1);
-  uint8_t *writer = &group.shadow.writer[address], *reader = &group.shadow.reader[address];
-  for (u32 k = 0; k < bytes; ++k) {
-    const uint8_t wrote = writer[k], read = reader[k];
+  for (u32 k = 0;; ++k) {
+    const uint8_t wrote = group.shadow.writer[address + k], read = group.shadow.reader[address + k];
+    const std::string byte = " LDS at " + std::to_string(address + k);
     if (wrote != 0 && wrote != me)
-      w.fault(std::string(kWrites ? "writes" : "reads") + " LDS at " + std::to_string(address + k) +
-              ", which wave " + std::to_string(wrote - 1) + " wrote: no barrier is between them");
-    if (kWrites && read != 0 && read != me)
-      w.fault("writes LDS at " + std::to_string(address + k) + ", which " +
+      w.fault((writes ? "writes" : "reads") + byte + ", which wave " + std::to_string(wrote - 1) +
+              " wrote: no barrier is between them");
+    if (writes && read != 0 && read != me)
+      w.fault("writes" + byte + ", which " +
               (read == LdsShadow::kSeveral ? "others" : "wave " + std::to_string(read - 1)) +
               " read: no barrier is between them");
   }
-  if (kWrites) std::memset(writer, me, bytes);
+}
+template <bool kWrites, u32 kBytes>
+void access_lds(Wave& w, u32 address) {
+  Workgroup& group = *w.group;
+  if (uint64_t{address} + kBytes > group.lds.size() || address % kBytes)
+    refuse_lds(w, address, kBytes, kWrites);
+  const auto me = static_cast<uint8_t>(w.id + 1);
+  uint8_t *writer = &group.shadow.writer[address], *reader = &group.shadow.reader[address];
+  const auto others = [me](const uint8_t* who) {  // whether any byte is another wave's
+    uint8_t any = 0;
+    for (u32 k = 0; k < kBytes; ++k) any |= static_cast<uint8_t>(who[k] != 0 && who[k] != me);
+    return any != 0;
+  };
+  if (others(writer) || (kWrites && others(reader))) refuse_lds(w, address, kBytes, kWrites);
+  if (kWrites) std::memset(writer, me, kBytes);
   else
-    for (u32 k = 0; k < bytes; ++k) reader[k] = reader[k] == 0 || reader[k] == me ? me : LdsShadow::kSeveral;
+    for (u32 k = 0; k < kBytes; ++k) reader[k] = reader[k] == 0 || reader[k] == me ? me : LdsShadow::kSeveral;
 }
 
 template <int kBytes>
@@ -82,7 +95,7 @@ void read_lds_at(Wave& w, int dst, const u32* base, u32 offset) {
   std::memcpy(addresses, base, sizeof addresses);
   each_lane(w, [&](int lane) {
     const u32 address = addresses[lane] + offset;
-    access_lds<false>(w, address, kBytes);
+    access_lds<false, kBytes>(w, address);
     u32 words[kRegisters] = {};
     std::memcpy(words, &w.group->lds[address], kBytes);
     for (int r = 0; r < kRegisters; ++r) w.v[dst + r][lane] = words[r];
@@ -94,7 +107,7 @@ void write_lds_at(Wave& w, int data, const u32* base, u32 offset) {
   for (int r = 0; r < kRegisters; ++r) w.touch(data + r, "reads");
   each_lane(w, [&](int lane) {
     const u32 address = base[lane] + offset;
-    access_lds<true>(w, address, kBytes);
+    access_lds<true, kBytes>(w, address);
     u32 words[kRegisters];
     for (int r = 0; r < kRegisters; ++r) words[r] = w.v[data + r][lane];
     std::memcpy(&w.group->lds[address], words, kBytes);
@@ -188,7 +201,7 @@ void load(Wave& w, I i) {
     u32 words[kRegisters] = {};
     if (kFlat && is_lds(a.of[lane])) {
       const auto offset = static_cast<u32>(a.of[lane]);
-      access_lds<false>(w, offset, kBytes);
+      access_lds<false, kBytes>(w, offset);
       std::memcpy(words, &w.group->lds[offset], kBytes);
     } else {
       check_global(w, a.of[lane], kBytes, "reads");
@@ -211,7 +224,7 @@ void store(Wave& w, I i) {
     for (int r = 0; r < kRegisters; ++r) words[r] = w.v[data + r][lane];
     if (kFlat && is_lds(a.of[lane])) {
       const auto offset = static_cast<u32>(a.of[lane]);
-      access_lds<true>(w, offset, kBytes);
+      access_lds<true, kBytes>(w, offset);
       std::memcpy(&w.group->lds[offset], words, kBytes);
       to_lds = true;
     } else {

@@ -62,12 +62,6 @@ void Wave::set_scalar64(int sgpr, uint64_t value) {
   set_scalar(sgpr + 1, static_cast<uint32_t>(value >> 32));
 }
 
-const uint32_t* Wave::broadcast(uint32_t value) {
-  uint32_t* lanes = scratch();
-  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = value;
-  return lanes;
-}
-
 const uint32_t* Wave::select(const uint32_t* x, Part part) {
   if (part.select == 6) return x;
   const bool byte = part.select < 4;
@@ -106,24 +100,15 @@ const uint32_t* Wave::permute(const Instruction& i, const uint32_t* x) {
   return lanes;
 }
 
-const uint32_t* Wave::source(const Instruction& i, int k) {
-  const int operand = i.src[k];
-  const uint32_t* x =
-      operand >= kFirstVgpr ? vgpr(operand - kFirstVgpr, "reads") : broadcast(scalar(i, operand));
-  if (i.plain || k > 1) return x;
+const uint32_t* Wave::rearranged(const Instruction& i, int k, const uint32_t* x) {
   return i.dpp >= 0 ? (k == 0 ? permute(i, x) : x) : select(x, i.part[k]);
 }
 
-const float* Wave::source_float(const Instruction& i, int k) {
-  const uint32_t* x = source(i, k);
-  const bool absolute = i.absolute >> k & 1, negate = i.negate >> k & 1;
-  if (absolute || negate) {
-    uint32_t* lanes = scratch();
-    const uint32_t keep = absolute ? 0x7fffffff : ~0u, flip = negate ? 0x80000000 : 0;
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = (x[lane] & keep) ^ flip;
-    x = lanes;
-  }
-  return reinterpret_cast<const float*>(x);
+const uint32_t* Wave::with_sign(const Instruction& i, int k, const uint32_t* x) {
+  uint32_t* lanes = scratch();
+  const uint32_t keep = i.absolute >> k & 1 ? 0x7fffffff : ~0u, flip = i.negate >> k & 1 ? 0x80000000 : 0;
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = (x[lane] & keep) ^ flip;
+  return lanes;
 }
 
 Wave::Pair Wave::source64(const Instruction& i, int k) {
@@ -137,16 +122,11 @@ Wave::Pair Wave::source64(const Instruction& i, int k) {
   return {low, broadcast(static_cast<uint32_t>(value >> 32))};
 }
 
-void Wave::write(const Instruction& i, const uint32_t* result) {
+void Wave::write_part(const Instruction& i, const uint32_t* result) {
   uint32_t* d = vgpr(i.dst, "writes");
-  uint32_t mask = ~0u;
-  int shift = 0;
-  if (i.dst_part.select != 6) {
-    const bool byte = i.dst_part.select < 4;
-    shift = byte ? i.dst_part.select * 8 : (i.dst_part.select - 4) * 16;
-    mask = (byte ? 0xffu : 0xffffu) << shift;
-  }
-  const uint32_t replaced = i.keep == 2 ? mask : ~0u;
+  const bool byte = i.dst_part.select < 4;
+  const int shift = byte ? i.dst_part.select * 8 : (i.dst_part.select - 4) * 16;
+  const uint32_t mask = (byte ? 0xffu : 0xffffu) << shift, replaced = i.keep == 2 ? mask : ~0u;
   for (int lane = 0; lane < kLanes; ++lane) {
     const uint32_t bits = active[lane] & replaced;
     d[lane] = (d[lane] & ~bits) | (result[lane] << shift & mask & bits);

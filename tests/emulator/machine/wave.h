@@ -169,17 +169,34 @@ struct Wave {
   void set_scalar(int sgpr, uint32_t value);
   void set_scalar64(int sgpr, uint64_t value);
   uint32_t* scratch() { return temporary[temporaries++ & 7]; }
-  const uint32_t* broadcast(uint32_t value);
+  const uint32_t* broadcast(uint32_t value) {
+    uint32_t* lanes = scratch();
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = value;
+    return lanes;
+  }
   // 64 lanes of source k, after SDWA and DPP; as floats, after abs and neg; the two halves of 64 bits.
-  const uint32_t* source(const Instruction& i, int k);
-  const float* source_float(const Instruction& i, int k);
+  const uint32_t* source(const Instruction& i, int k) {
+    const int operand = i.src[k];
+    const uint32_t* x =
+        operand >= kFirstVgpr ? vgpr(operand - kFirstVgpr, "reads") : broadcast(scalar(i, operand));
+    return i.plain || k > 1 ? x : rearranged(i, k, x);
+  }
+  const float* source_float(const Instruction& i, int k) {
+    const uint32_t* x = source(i, k);
+    if ((i.absolute | i.negate) >> k & 1) x = with_sign(i, k, x);
+    return reinterpret_cast<const float*>(x);
+  }
   struct Pair {
     const uint32_t *low, *high;
     uint64_t operator[](int lane) const { return low[lane] | uint64_t{high[lane]} << 32; }
   };
   Pair source64(const Instruction& i, int k);
   // Of the lanes that exec names.
-  void write(const Instruction& i, const uint32_t* result);
+  void write(const Instruction& i, const uint32_t* result) {
+    if (i.dst_part.select != 6) return write_part(i, result);
+    uint32_t* d = vgpr(i.dst, "writes");
+    for (int lane = 0; lane < kLanes; ++lane) d[lane] ^= (d[lane] ^ result[lane]) & active[lane];
+  }
   void write64(const Instruction& i, const uint64_t* result);
   void write_mask(int sgpr, uint64_t mask) { set_scalar64(sgpr, mask & exec()); }
 
@@ -192,6 +209,9 @@ struct Wave {
   [[noreturn]] void fault_sgpr(int sgpr, const char* how) const;
 
  private:
+  void write_part(const Instruction& i, const uint32_t* result);
+  const uint32_t* rearranged(const Instruction& i, int k, const uint32_t* x);
+  const uint32_t* with_sign(const Instruction& i, int k, const uint32_t* x);
   const uint32_t* select(const uint32_t* x, Part part);
   const uint32_t* permute(const Instruction& i, const uint32_t* x);
 };

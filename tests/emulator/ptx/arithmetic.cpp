@@ -106,7 +106,7 @@ template <class T>
 void shift_left(Warp& w, const Instruction& i) {
   uint64_t* d = w.result(i);
   const uint64_t *a = w.operand(i, 1), *b = w.operand(i, 2);
-  each_lane(w.active, [&](int l) {
+  each_lane_alone(w.active, [&](int l) {
     const auto by = static_cast<uint32_t>(b[l]);
     d[l] = by >= sizeof(T) * 8 ? 0 : put(static_cast<T>(get<T>(a[l]) << by));
   });
@@ -115,7 +115,7 @@ template <class T>
 void shift_right(Warp& w, const Instruction& i) {
   uint64_t* d = w.result(i);
   const uint64_t *a = w.operand(i, 1), *b = w.operand(i, 2);
-  each_lane(w.active, [&](int l) {
+  each_lane_alone(w.active, [&](int l) {
     const uint32_t by = std::min<uint32_t>(static_cast<uint32_t>(b[l]), sizeof(T) * 8 - 1);
     const T x = get<T>(a[l]);
     d[l] =
@@ -127,7 +127,7 @@ template <bool kLeft>
 void funnel_shift(Warp& w, const Instruction& i) {  // .wrap
   uint64_t* d = w.result(i);
   const uint64_t *a = w.operand(i, 1), *b = w.operand(i, 2), *c = w.operand(i, 3);
-  each_lane(w.active, [&](int l) {
+  each_lane_alone(w.active, [&](int l) {
     const uint64_t x = uint64_t{get<uint32_t>(b[l])} << 32 | get<uint32_t>(a[l]);
     const uint32_t by = static_cast<uint32_t>(c[l]) & 31;
     d[l] = static_cast<uint32_t>(kLeft ? x << by >> 32 : x >> by);
@@ -137,7 +137,7 @@ template <class T>
 void insert_bits(Warp& w, const Instruction& i) {  // bfi: the low bits of a into b
   uint64_t* d = w.result(i);
   const uint64_t *a = w.operand(i, 1), *b = w.operand(i, 2), *c = w.operand(i, 3), *n = w.operand(i, 4);
-  each_lane(w.active, [&](int l) {
+  each_lane_alone(w.active, [&](int l) {
     const unsigned width = sizeof(T) * 8, at = c[l] & 255, count = std::min<unsigned>(n[l] & 255, width);
     const T ones = count >= width ? static_cast<T>(~T{0}) : static_cast<T>((T{1} << count) - 1);
     const T mask = at >= width ? T{0} : static_cast<T>(ones << at);
@@ -148,7 +148,7 @@ void insert_bits(Warp& w, const Instruction& i) {  // bfi: the low bits of a int
 void permute_bytes(Warp& w, const Instruction& i) {
   uint64_t* d = w.result(i);
   const uint64_t *a = w.operand(i, 1), *b = w.operand(i, 2), *c = w.operand(i, 3);
-  each_lane(w.active, [&](int l) {
+  each_lane_alone(w.active, [&](int l) {
     const uint64_t bytes = uint64_t{get<uint32_t>(b[l])} << 32 | get<uint32_t>(a[l]);
     uint32_t result = 0;
     for (int k = 0; k < 4; ++k) {
@@ -166,7 +166,7 @@ void permute_bytes(Warp& w, const Instruction& i) {
 void select(Warp& w, const Instruction& i) {
   uint64_t* d = w.result(i);
   const uint64_t *a = w.operand(i, 1), *b = w.operand(i, 2), *p = w.operand(i, 3);
-  each_lane(w.active, [&](int l) { d[l] = p[l] & 1 ? a[l] : b[l]; });
+  each_lane_alone(w.active, [&](int l) { d[l] = p[l] & 1 ? a[l] : b[l]; });
 }
 uint64_t not_predicate(uint64_t p) { return ~p & 1; }
 
@@ -174,26 +174,28 @@ uint64_t not_predicate(uint64_t p) { return ~p & 1; }
 void move(Warp& w, const Instruction& i) {
   uint64_t* d = w.result(i);
   const uint64_t* a = w.operand(i, 1);
-  each_lane(w.active, [&](int l) { d[l] = a[l]; });
+  each_lane_alone(w.active, [&](int l) { d[l] = a[l]; });
 }
 void unpack(Warp& w, const Instruction& i) {
   const int bits = static_cast<int>(i.extra) / i.results;
-  const uint64_t* a = w.operand(i, i.results);
-  each_lane(w.active, [&](int l) {
-    const uint64_t x = a[l];
-    for (int k = 0; k < i.results; ++k)
-      w.result(i, k)[l] = x >> (bits * k) & (bits == 32 ? 0xffffffffu : (1u << bits) - 1);
-  });
+  const uint64_t mask = (uint64_t{1} << bits) - 1;
+  Lanes a;
+  std::memcpy(a, w.operand(i, i.results), sizeof a);
+  for (int k = 0; k < i.results; ++k) {
+    uint64_t* d = w.result(i, k);
+    each_lane_alone(w.active, [&](int l) { d[l] = a[l] >> (bits * k) & mask; });
+  }
 }
 void pack(Warp& w, const Instruction& i) {
   const int count = i.num_regs - 1, bits = static_cast<int>(i.extra) / count;
+  const uint64_t mask = (uint64_t{1} << bits) - 1;
+  Lanes x = {};
+  for (int k = 0; k < count; ++k) {
+    const uint64_t* a = w.operand(i, 1 + k);
+    for (int l = 0; l < kLanes; ++l) x[l] |= (a[l] & mask) << (bits * k);
+  }
   uint64_t* d = w.result(i);
-  each_lane(w.active, [&](int l) {
-    uint64_t x = 0;
-    for (int k = 0; k < count; ++k)
-      x |= (w.operand(i, 1 + k)[l] & (bits == 32 ? 0xffffffffu : (1u << bits) - 1)) << (bits * k);
-    d[l] = x;
-  });
+  each_lane_alone(w.active, [&](int l) { d[l] = x[l]; });
 }
 
 // ---- the table ------------------------------------------------------------------------------------------

@@ -13,30 +13,28 @@ template <class T, auto kFunction>
 void unary(Warp& w, const Instruction& i) {
   uint64_t* d = w.result(i);
   const uint64_t* a = w.operand(i, 1);
-  each_lane(w.active, [&](int l) { d[l] = put(kFunction(get<T>(a[l]))); });
+  each_lane_alone(w.active, [&](int l) { d[l] = put(kFunction(get<T>(a[l]))); });
 }
 template <class T, auto kFunction>
 void binary(Warp& w, const Instruction& i) {
   uint64_t* d = w.result(i);
   const uint64_t *a = w.operand(i, 1), *b = w.operand(i, 2);
-  each_lane(w.active, [&](int l) { d[l] = put(kFunction(get<T>(a[l]), get<T>(b[l]))); });
+  each_lane_alone(w.active, [&](int l) { d[l] = put(kFunction(get<T>(a[l]), get<T>(b[l]))); });
 }
 template <class T, auto kFunction>
 void ternary(Warp& w, const Instruction& i) {
   uint64_t* d = w.result(i);
   const uint64_t *a = w.operand(i, 1), *b = w.operand(i, 2), *c = w.operand(i, 3);
-  each_lane(w.active, [&](int l) { d[l] = put(kFunction(get<T>(a[l]), get<T>(b[l]), get<T>(c[l]))); });
+  each_lane_alone(w.active, [&](int l) { d[l] = put(kFunction(get<T>(a[l]), get<T>(b[l]), get<T>(c[l]))); });
 }
 
 template <class T>
-T minimum(T a, T b) {  // of a number and none the number
-  if constexpr (std::is_floating_point_v<T>) return std::fmin(a, b);
-  else return a < b ? a : b;
+T minimum(T a, T b) {  // of a number and a NaN the number
+  return b != b || a < b ? a : b;
 }
 template <class T>
 T maximum(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) return std::fmax(a, b);
-  else return a > b ? a : b;
+  return b != b || a > b ? a : b;
 }
 
 // Comparisons: of floats none holds of what is no number, unless it says so (ltu).
@@ -45,7 +43,7 @@ template <class T, Compare kCompare, bool kOrNan>
 void set_predicate(Warp& w, const Instruction& i) {
   uint64_t* d = w.result(i);
   const uint64_t *a = w.operand(i, 1), *b = w.operand(i, 2);
-  each_lane(w.active, [&](int l) {
+  each_lane_alone(w.active, [&](int l) {
     const T x = get<T>(a[l]), y = get<T>(b[l]);
     if constexpr (std::is_floating_point_v<T>) {
       const bool is_none = std::isnan(x) || std::isnan(y);

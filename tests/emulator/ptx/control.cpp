@@ -57,14 +57,13 @@ void shuffle(Warp& w, const Instruction& i) {  // d(|p), a, b, c, members; extra
   });
 }
 Mask votes(Warp& w, const Instruction& i) {
-  const uint64_t* p = w.operand(i, 1);
-  Mask yes = 0;
-  each_lane(w.active, [&](int l) { yes |= static_cast<Mask>((p[l] & 1) != i.extra) << l; });  // extra: !p
-  return yes;
+  const Mask yes = true_lanes(w.operand(i, 1));
+  return w.active & (i.extra ? ~yes : yes);  // extra: !p
 }
 void ballot(Warp& w, const Instruction& i) {
   const Mask yes = votes(w, i);
-  each_lane(w.active, [&](int l) { w.result(i)[l] = yes; });
+  uint64_t* d = w.result(i);
+  each_lane_alone(w.active, [&](int l) { d[l] = yes; });
 }
 void any(Warp& w, const Instruction& i) {
   const Mask yes = votes(w, i);
@@ -152,7 +151,8 @@ void barrier(Warp& w, const Instruction& i) {
 void trap(Warp& w, const Instruction&) { w.fail("trap"); }
 
 void proxy_fence(Warp& w, const Instruction&) {
-  std::replace(w.cta->unfenced.begin(), w.cta->unfenced.end(), static_cast<uint8_t>(w.id + 1), uint8_t{0});
+  const auto own = static_cast<uint8_t>(w.id + 1);
+  for (uint8_t& writer : w.cta->unfenced) writer = writer == own ? 0 : writer;
 }
 
 // ---- the barrier of a cluster ---------------------------------------------------------------------------

@@ -27,19 +27,19 @@ template <class To, class From>
 void integers(Warp& w, const Instruction& i) {
   uint64_t* d = w.result(i);
   const uint64_t* a = w.operand(i, 1);
-  each_lane(w.active, [&](int l) { d[l] = put(static_cast<To>(get<From>(a[l]))); });
+  each_lane_alone(w.active, [&](int l) { d[l] = put(static_cast<To>(get<From>(a[l]))); });
 }
 template <class F>
 void each(Warp& w, const Instruction& i, F f) {
   uint64_t* d = w.result(i);
   const uint64_t* a = w.operand(i, 1);
-  each_lane(w.active, [&](int l) { d[l] = f(a[l]); });
+  each_lane_alone(w.active, [&](int l) { d[l] = f(a[l]); });
 }
 template <class F>
 void each_pair(Warp& w, const Instruction& i, F f) {  // of two registers; the first is the upper half
   uint64_t* d = w.result(i);
   const uint64_t *a = w.operand(i, 1), *b = w.operand(i, 2);
-  each_lane(w.active, [&](int l) { d[l] = f(get<float>(a[l]), get<float>(b[l])); });
+  each_lane_alone(w.active, [&](int l) { d[l] = f(get<float>(a[l]), get<float>(b[l])); });
 }
 
 uint8_t float_to_e4m3(float x) {  // satfinite

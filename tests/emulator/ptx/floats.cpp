@@ -49,7 +49,7 @@ void pairs(Warp& w, const Instruction& i) {
   uint64_t* d = w.result(i);
   const uint64_t* a[3] = {};
   for (int k = 0; k < kArguments; ++k) a[k] = w.operand(i, 1 + k);
-  each_lane(w.active, [&](int l) {
+  each_lane_alone(w.active, [&](int l) {
     uint32_t result = 0;
     for (int h = 0; h < 32; h += 16) {
       const auto x = [&](int k) { return widen<kBf16>(static_cast<uint32_t>(a[k][l] >> h)); };
@@ -64,7 +64,7 @@ template <class T, auto kFunction>
 void halves(Warp& w, const Instruction& i) {  // u16x2, s16x2
   uint64_t* d = w.result(i);
   const uint64_t *a = w.operand(i, 1), *b = w.operand(i, 2);
-  each_lane(w.active, [&](int l) {
+  each_lane_alone(w.active, [&](int l) {
     const auto half = [&](int h) {
       return uint32_t{static_cast<uint16_t>(kFunction(static_cast<T>(a[l] >> h), static_cast<T>(b[l] >> h)))}
              << h;

@@ -39,8 +39,9 @@ uint64_t special_value(const Warp& w, int lane, const std::string& name) {
   throw std::runtime_error("unknown register " + name);
 }
 
+// In place of one of the last cluster's, whose memory it takes.
 void start(Warp& w, Cta& cta, const Launch& launch, unsigned id) {
-  w.cta = &cta, w.launch = &launch, w.id = id;
+  w = {.cta = &cta, .launch = &launch, .id = id, .file = std::move(w.file), .local = std::move(w.local)};
   const Kernel& k = *launch.kernel;
   w.file.resize(static_cast<size_t>(k.num_regs));
   for (auto& r : w.file) std::fill(std::begin(r.lane), std::end(r.lane), kJunk);
@@ -62,15 +63,22 @@ void run_cluster(const Launch& launch, unsigned index, Cluster& c) {
   c.launch = &launch;
   c.random.seed(launch.seed * 7919u + index);
   const unsigned warps = (launch.block + kLanes - 1) / kLanes;
-  c.ctas.assign(launch.cluster, {});
-  c.warps.assign(static_cast<size_t>(launch.cluster) * warps, {});
+  c.ctas.resize(launch.cluster);
+  c.warps.resize(static_cast<size_t>(launch.cluster) * warps);
   c.pending.clear();
   c.warps_arrived = 0, c.generation = 0;
   c.races.reset();
   const size_t shared = static_bytes(*launch.kernel) + launch.dynamic_shared;
   for (unsigned r = 0; r < launch.cluster; ++r) {
     Cta& cta = c.ctas[r];
-    cta.cluster = &c, cta.index = index * launch.cluster + r, cta.rank = r, cta.warps_left = warps;
+    cta = {.cluster = &c,
+           .index = index * launch.cluster + r,
+           .rank = r,
+           .shared = std::move(cta.shared),
+           .unfenced = std::move(cta.unfenced),
+           .in_flight = {},
+           .readers = std::move(cta.readers),
+           .warps_left = warps};
     cta.shared.resize(shared);
     cta.unfenced.assign(shared / 16 + 1, 0), cta.readers.assign(shared / 16 + 1, 0);
     for (size_t at = 0; at + 8 <= shared; at += 8) std::memcpy(cta.shared.data() + at, &kJunk, 8);
@@ -141,10 +149,8 @@ bool Warp::run(int instructions) {
     const Instruction& i = code[group().pc];
     active = group().lanes;
     if (i.guard >= 0) {
-      const uint64_t* p = reg(i.guard);
-      Mask holds = 0;
-      each_lane(active, [&](int l) { holds |= static_cast<Mask>((p[l] & 1) != i.if_not) << l; });
-      active = holds;
+      const Mask holds = true_lanes(reg(i.guard));
+      active &= i.if_not ? ~holds : holds;
     }
     next = group().pc + 1;
     if (active != 0) i.run(*this, i);

@@ -16,10 +16,11 @@ namespace {
 using Matrix = uint16_t[8][8];
 
 void to_lanes(const Matrix& x, bool transposed, uint64_t* d) {
-  for (int l = 0; l < kLanes; ++l) {
-    const int r = l / 4, c = l % 4 * 2;
-    d[l] = transposed ? x[c][r] | uint32_t{x[c + 1][r]} << 16 : x[r][c] | uint32_t{x[r][c + 1]} << 16;
-  }
+  uint32_t pairs[kLanes];
+  if (transposed)
+    for (int l = 0; l < kLanes; ++l) pairs[l] = x[l % 4 * 2][l / 4] | uint32_t{x[l % 4 * 2 + 1][l / 4]} << 16;
+  else std::memcpy(pairs, x, sizeof x);
+  std::copy(pairs, pairs + kLanes, d);
 }
 void from_lanes(const uint64_t* s, bool transposed, Matrix& x) {
   for (int l = 0; l < kLanes; ++l)
@@ -76,6 +77,7 @@ struct Shape {
   static constexpr int kBits = kElement == kE4m3 ? 8 : 16, kPerRegister = 32 / kBits,
                        kDepth = 8 * kPerRegister;
 };
+constexpr int kMostColumns = 256;  // of a product
 
 // A [16 x kDepth]: registers 0 and 1 are rows g and g + 8 of the first half of k, 2 and 3 of the second.
 template <Element kElement>
@@ -91,24 +93,27 @@ void read_a(Warp& w, const Instruction& i, int first, A<kElement>& a) {
             value<kElement>(r[l] >> (S::kBits * e));
   }
 }
+// B [kDepth x 8 n]: of each eight columns all of k.
+using Eight = float __attribute__((vector_size(32)));
+template <Element kElement>
+using B = Eight[kMostColumns / 8][Shape<kElement>::kDepth];
 // D [16 x 8 n] += A B: lane 4 g + t has rows g and g + 8, columns 2 t and 2 t + 1 of each eight.
 template <int kDepth>
 void multiply(Warp& w, const Instruction& i, int first_c, bool accumulate, const float (&a)[16][kDepth],
-              const std::vector<float>& b, int columns) {  // b [k][column]
-  std::vector<float> row(static_cast<size_t>(columns));
-  for (int r = 0; r < 16; ++r) {
-    std::fill(row.begin(), row.end(), 0.0f);
-    for (int k = 0; k < kDepth; ++k) {
-      const float x = a[r][k];
-      const float* from = &b[static_cast<size_t>(k * columns)];
-      for (int n = 0; n < columns; ++n) row[static_cast<size_t>(n)] += x * from[n];
+              const Eight (*b)[kDepth], int columns) {
+  for (int n = 0; n < columns / 8; ++n)
+    for (int half = 0; half < 2; ++half) {
+      Eight sums[8] = {};  // by row
+      for (int k = 0; k < kDepth; ++k)
+        for (int r = 0; r < 8; ++r) sums[r] += a[8 * half + r][k] * b[n][k];
+      for (int odd = 0; odd < 2; ++odd) {
+        const int reg = 4 * n + 2 * half + odd;
+        const uint64_t* c = w.operand(i, first_c + reg);
+        uint64_t* d = w.result(i, reg);
+        for (int l = 0; l < kLanes; ++l)
+          d[l] = put((accumulate ? get<float>(c[l]) : 0.0f) + sums[l / 4][l % 4 * 2 + odd]);
+      }
     }
-    for (int n = 0; n < columns; ++n) {
-      const int lane = r % 8 * 4 + n % 8 / 2, reg = n / 8 * 4 + r / 8 * 2 + n % 2;
-      const float c = accumulate ? get<float>(w.operand(i, first_c + reg)[lane]) : 0.0f;
-      w.result(i, reg)[lane] = put(c + row[static_cast<size_t>(n)]);
-    }
-  }
 }
 
 template <Element kElement>
@@ -116,12 +121,12 @@ void mma(Warp& w, const Instruction& i) {  // {d}, {a}, {b}, {c}
   using S = Shape<kElement>;
   A<kElement> a;
   read_a<kElement>(w, i, 4, a);
-  std::vector<float> b(static_cast<size_t>(S::kDepth * 8));
+  Eight b[1][S::kDepth];
   for (int k = 0; k < 2; ++k) {
     const uint64_t* r = w.operand(i, 8 + k);
     for (int l = 0; l < kLanes; ++l)
       for (int e = 0; e < S::kPerRegister; ++e)
-        b[static_cast<size_t>((k * S::kDepth / 2 + l % 4 * S::kPerRegister + e) * 8 + l / 4)] =
+        b[0][k * S::kDepth / 2 + l % 4 * S::kPerRegister + e][l / 4] =
             value<kElement>(r[l] >> (S::kBits * e));
   }
   multiply(w, i, 10, true, a, b, 8);
@@ -158,21 +163,32 @@ void warpgroup_mma(Warp& w, const Instruction& i) {  // {d}, {a} or A, B, p, 1, 
   using S = Shape<kElement>;
   constexpr int kBytes = S::kBits / 8;
   const int columns = i.results * 2;
+  if (columns > kMostColumns || columns % 8) w.fail("wgmma: " + std::to_string(columns) + " columns");
   int at = i.results;
   A<kElement> a;
+  B<kElement> b;
   InFlight operands{w.id, w.products, {}};
-  const auto element = [&](const Descriptor& d, int row, int k, bool by_rows) {
-    uint16_t bits = 0;
-    const uint32_t address = d.address(row, k, kBytes, by_rows);
-    std::memcpy(&bits, at_shared(w, address, kBytes), kBytes);
-    const uint32_t chunk = (address - kSharedBase) / 16;
-    if (const unsigned writer = w.cta->unfenced[chunk])
-      w.fail("wgmma reads what warp " + std::to_string(writer - 1) +
-             " has stored without a proxy fence since");
-    if (operands.chunks.empty() || operands.chunks.back() != chunk)
-      operands.chunks.push_back(static_cast<uint16_t>(chunk)), ++w.cta->readers[chunk];
-    note_read(w, address, kBytes);
-    return value<kElement>(bits);
+  // `rows` of a matrix from `first` on, 16 bytes at a time: f(row, k, the element there).
+  const auto each_element = [&](const Descriptor& d, int first, int rows, bool by_rows, auto f) {
+    constexpr int kChunk = 16 / kBytes;
+    const int lines = by_rows ? rows : S::kDepth, elements = by_rows ? S::kDepth : rows;
+    for (int line = 0; line < lines; ++line)
+      for (int from = 0; from < elements; from += kChunk) {
+        const uint32_t address = by_rows ? d.address(first + line, from, kBytes, true)
+                                         : d.address(first + from, line, kBytes, false);
+        const char* bytes = at_shared(w, address, 16);
+        const uint32_t chunk = (address - kSharedBase) / 16;
+        if (const unsigned writer = w.cta->unfenced[chunk])
+          w.fail("wgmma reads what warp " + std::to_string(writer - 1) +
+                 " has stored without a proxy fence since");
+        operands.chunks.push_back(static_cast<uint16_t>(chunk)), ++w.cta->readers[chunk];
+        note_read(w, address, 16);
+        for (int e = 0; e < kChunk; ++e) {
+          uint16_t bits = 0;
+          std::memcpy(&bits, bytes + e * kBytes, kBytes);
+          f(by_rows ? line : from + e, by_rows ? from + e : line, value<kElement>(bits));
+        }
+      }
   };
   const bool a_in_registers = i.extra & 1;
   const int flags = at + (a_in_registers ? 4 : 1) + 4;  // behind p, 1, 1
@@ -182,15 +198,12 @@ void warpgroup_mma(Warp& w, const Instruction& i) {  // {d}, {a} or A, B, p, 1, 
     at += 4;
   } else {
     const Descriptor d(w, w.operand(i, at++)[0]);
-    const int first = static_cast<int>(w.id % 4) * 16;
-    for (int r = 0; r < 16; ++r)
-      for (int k = 0; k < S::kDepth; ++k) a[r][k] = element(d, first + r, k, !flag(0));
+    each_element(d, static_cast<int>(w.id % 4) * 16, 16, !flag(0),
+                 [&](int r, int k, float x) { a[r][k] = x; });
   }
   const Descriptor d(w, w.operand(i, at++)[0]);
-  const bool b_by_rows = !flag(a_in_registers ? 0 : 1);
-  std::vector<float> b(static_cast<size_t>(S::kDepth * columns));
-  for (int k = 0; k < S::kDepth; ++k)
-    for (int n = 0; n < columns; ++n) b[static_cast<size_t>(k * columns + n)] = element(d, n, k, b_by_rows);
+  each_element(d, 0, columns, !flag(a_in_registers ? 0 : 1),
+               [&](int n, int k, float x) { b[n / 8][k][n % 8] = x; });
   w.cta->in_flight.push_back(std::move(operands));
   const bool accumulate = w.operand(i, at++)[0] & 1;
   if (w.operand(i, at)[0] != 1 || w.operand(i, at + 1)[0] != 1) w.fail("wgmma: negated operands");

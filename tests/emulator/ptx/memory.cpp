@@ -13,19 +13,33 @@ std::string hex(uint64_t x) {
   return text;
 }
 
+// Not inlined: what texts of failures are made by would keep the accesses from being so.
+[[noreturn, gnu::noinline]] void refuse_shared(Warp& w, uint32_t address, size_t bytes, const Cta* cta) {
+  if (!cta) w.fail("no CTA has the shared address " + hex(address));
+  if (cta->warps_left == 0) w.fail("shared memory of a CTA that has ended, " + hex(address));
+  w.fail(std::to_string(bytes) + " bytes of shared memory at " + hex(address & ((1u << kClusterShift) - 1)) +
+         ", which ends at " + hex(kSharedBase + cta->shared.size()));
+}
+[[noreturn, gnu::noinline]] void refuse_global(Warp& w, uint64_t address, size_t bytes) {
+  const auto* near = w.launch->memory->nearest(address);
+  w.fail(std::to_string(bytes) + " bytes at " + hex(address) + " are in no allocation; the nearest one is " +
+         (near ? hex(near->begin) + " to " + hex(near->end) : "none"));
+}
+[[noreturn, gnu::noinline]] void refuse_alignment(Warp& w, uint64_t address, size_t unit) {
+  w.fail("an access of " + std::to_string(unit) + " bytes at " + hex(address));
+}
+
 }  // namespace
 
 char* at_shared(Warp& w, uint32_t address, size_t bytes) {
   const uint32_t rank = address >> kClusterShift, offset = address & ((1u << kClusterShift) - 1);
   Cta* cta = w.cta;
   if (rank > 0) {
-    if (rank > cta->cluster->ctas.size()) w.fail("no CTA has the shared address " + hex(address));
-    cta = &cta->cluster->ctas[rank - 1];
-    if (cta->warps_left == 0) w.fail("shared memory of a CTA that has ended, " + hex(address));
+    cta = rank <= cta->cluster->ctas.size() ? &cta->cluster->ctas[rank - 1] : nullptr;
+    if (!cta || cta->warps_left == 0) refuse_shared(w, address, bytes, cta);
   }
   if (offset < kSharedBase || offset - kSharedBase + bytes > cta->shared.size())
-    w.fail(std::to_string(bytes) + " bytes of shared memory at " + hex(offset) + ", which ends at " +
-           hex(kSharedBase + cta->shared.size()));
+    refuse_shared(w, address, bytes, cta);
   return cta->shared.data() + (offset - kSharedBase);
 }
 
@@ -55,12 +69,7 @@ void note_write(Warp& w, uint32_t address, size_t bytes, Races::How how) {
 char* at_global(Warp& w, uint64_t address, size_t bytes) {
   if (!w.range.has(address, bytes)) {
     const auto* found = w.launch->memory->after(address);
-    if (!found || !found->has(address, bytes)) {
-      const auto* near = w.launch->memory->nearest(address);
-      w.fail(std::to_string(bytes) + " bytes at " + hex(address) +
-             " are in no allocation; the nearest one is " +
-             (near ? hex(near->begin) + " to " + hex(near->end) : "none"));
-    }
+    if (!found || !found->has(address, bytes)) refuse_global(w, address, bytes);
     w.range = *found;
   }
   return reinterpret_cast<char*>(address);
@@ -82,9 +91,10 @@ namespace {
 
 enum class Space { kGeneric, kGlobal, kShared, kLocal, kParam };
 
+// At a multiple of `unit`, a power of two.
 template <Space kSpace, bool kWrites = false>
 char* at(Warp& w, int lane, uint64_t address, size_t bytes, size_t unit) {
-  if (address % unit) w.fail("an access of " + std::to_string(unit) + " bytes at " + hex(address));
+  if (address & (unit - 1)) refuse_alignment(w, address, unit);
   if (kWrites && (kSpace == Space::kShared || (kSpace == Space::kGeneric && (address & kSharedWindow))))
     return to_shared(w, static_cast<uint32_t>(address), bytes, true);
   if constexpr (kSpace == Space::kGlobal) return at_global(w, address, bytes);
@@ -104,42 +114,48 @@ bool is_shared(uint64_t address) {
   return kSpace == Space::kShared || (kSpace == Space::kGeneric && (address & kSharedWindow));
 }
 
-template <Space kSpace, class T>
+template <Space kSpace, class T, int kCount>
 void load(Warp& w, const Instruction& i) {
-  const int count = i.num_regs - 1;
-  const size_t bytes = sizeof(T) * static_cast<size_t>(count);
-  const uint64_t* base = w.operand(i, count);
+  constexpr size_t kBytes = sizeof(T) * kCount;
+  const uint64_t* base = w.operand(i, kCount);
+  uint64_t* d[kCount];
+  for (int k = 0; k < kCount; ++k) d[k] = w.result(i, k);
+  const bool notes = w.cta->cluster->races != nullptr;
   each_lane(w.active, [&](int l) {
     const uint64_t address = base[l] + static_cast<uint64_t>(i.offset[0]);
-    const char* from = at<kSpace>(w, l, address, bytes, bytes);
-    if (is_shared<kSpace>(address)) note_read(w, static_cast<uint32_t>(address), bytes);
-    for (int k = 0; k < count; ++k) {
-      T value;
-      std::memcpy(&value, from + sizeof(T) * static_cast<size_t>(k), sizeof value);
-      w.result(i, k)[l] = put(value);
-    }
+    const char* from = at<kSpace>(w, l, address, kBytes, kBytes);
+    if (notes && is_shared<kSpace>(address)) note_read(w, static_cast<uint32_t>(address), kBytes);
+    T values[kCount];
+    std::memcpy(values, from, kBytes);
+    for (int k = 0; k < kCount; ++k) d[k][l] = put(values[k]);
   });
 }
-template <Space kSpace, class T>
+template <Space kSpace, class T, int kCount>
 void store(Warp& w, const Instruction& i) {
-  const int count = i.num_regs - 1;
-  const size_t bytes = sizeof(T) * static_cast<size_t>(count);
-  const uint64_t* base = w.operand(i, 0);
+  constexpr size_t kBytes = sizeof(T) * kCount;
+  const uint64_t *base = w.operand(i, 0), *s[kCount];
+  for (int k = 0; k < kCount; ++k) s[k] = w.operand(i, 1 + k);
+  const bool notes = w.cta->cluster->races != nullptr;
   each_lane(w.active, [&](int l) {
     const uint64_t address = base[l] + static_cast<uint64_t>(i.offset[0]);
-    char* to = at<kSpace, true>(w, l, address, bytes, bytes);
-    T values[4];
-    for (int k = 0; k < count; ++k) values[k] = get<T>(w.operand(i, 1 + k)[l]);
+    char* to = at<kSpace, true>(w, l, address, kBytes, kBytes);
+    T values[kCount];
+    for (int k = 0; k < kCount; ++k) values[k] = get<T>(s[k][l]);
     // Nobody can tell who has written what was there already.
-    if (is_shared<kSpace>(address) && std::memcmp(to, values, bytes) != 0)
-      note_write(w, static_cast<uint32_t>(address), bytes, Races::How::kStore);
-    std::memcpy(to, values, bytes);
+    if (notes && is_shared<kSpace>(address) && std::memcmp(to, values, kBytes) != 0)
+      note_write(w, static_cast<uint32_t>(address), kBytes, Races::How::kStore);
+    std::memcpy(to, values, kBytes);
   });
 }
 
 template <Space kSpace, bool kLoads>
-Handler of_type(const std::string& type) {
-  const auto choose = []<class T>(T) -> Handler { return kLoads ? load<kSpace, T> : store<kSpace, T>; };
+Handler of_type(const std::string& type, int count) {
+  const auto choose = [&]<class T>(T) -> Handler {
+    if (count == 1) return kLoads ? load<kSpace, T, 1> : store<kSpace, T, 1>;
+    if (count == 2) return kLoads ? load<kSpace, T, 2> : store<kSpace, T, 2>;
+    if (count == 4) return kLoads ? load<kSpace, T, 4> : store<kSpace, T, 4>;
+    return nullptr;
+  };
   if (type == "u8" || type == "b8") return choose(uint8_t{});
   if (type == "s8") return choose(int8_t{});
   if (type == "u16" || type == "b16") return choose(uint16_t{});
@@ -150,14 +166,14 @@ Handler of_type(const std::string& type) {
   return nullptr;
 }
 template <bool kLoads>
-Handler of_space(const Opcode& opcode) {
+Handler of_space(const Opcode& opcode, int count) {  // of a vector
   const std::string& type = opcode.back();
-  if (has(opcode, "global")) return of_type<Space::kGlobal, kLoads>(type);
+  if (has(opcode, "global")) return of_type<Space::kGlobal, kLoads>(type, count);
   if (has(opcode, "shared") || has(opcode, "shared::cluster") || has(opcode, "shared::cta"))
-    return of_type<Space::kShared, kLoads>(type);
-  if (has(opcode, "local")) return of_type<Space::kLocal, kLoads>(type);
-  if (has(opcode, "param")) return of_type<Space::kParam, kLoads>(type);
-  return of_type<Space::kGeneric, kLoads>(type);
+    return of_type<Space::kShared, kLoads>(type, count);
+  if (has(opcode, "local")) return of_type<Space::kLocal, kLoads>(type, count);
+  if (has(opcode, "param")) return of_type<Space::kParam, kLoads>(type, count);
+  return of_type<Space::kGeneric, kLoads>(type, count);
 }
 
 // Blocks run on several threads: what is global is atomic here, too.
@@ -215,7 +231,7 @@ template <uint64_t kSet, uint64_t kClear>
 void convert_address(Warp& w, const Instruction& i) {
   uint64_t* d = w.result(i);
   const uint64_t* a = w.operand(i, 1);
-  each_lane(w.active, [&](int l) { d[l] = (a[l] | kSet) & ~kClear; });
+  each_lane_alone(w.active, [&](int l) { d[l] = (a[l] | kSet) & ~kClear; });
 }
 void nothing(Warp&, const Instruction&) {}
 
@@ -233,8 +249,8 @@ void map_address(Warp& w, const Instruction& i) {
 
 Handler find_memory(const Opcode& opcode, const Operands&, Instruction& i) {
   const std::string& what = opcode[0];
-  if (what == "ld") return of_space<true>(opcode);
-  if (what == "st") return of_space<false>(opcode);
+  if (what == "ld") return of_space<true>(opcode, i.num_regs - 1);
+  if (what == "st") return of_space<false>(opcode, i.num_regs - 1);
   if (what == "atom" || what == "red") {
     i.extra = what == "atom";
     if (has(opcode, "global")) return find_atomic<Space::kGlobal>(opcode);

@@ -146,6 +146,24 @@ inline void each_lane(Mask lanes, F&& f) {
   }
 }
 
+// The same where no lane reads what another writes: the compiler may take several at once.
+template <class F>
+inline void each_lane_alone(Mask lanes, F&& f) {
+  if (lanes != ~Mask{0}) return each_lane(lanes, f);
+#pragma GCC ivdep
+  for (int l = 0; l < kLanes; ++l) f(l);
+}
+// The lanes whose predicate is true.
+inline Mask true_lanes(const uint64_t* predicate) {
+  Mask all = 0;
+  for (int l = 0; l < kLanes; l += 4) {
+    const __m256i lowest =
+        _mm256_slli_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(predicate + l)), 63);
+    all |= static_cast<Mask>(_mm256_movemask_pd(_mm256_castsi256_pd(lowest))) << l;
+  }
+  return all;
+}
+
 template <class T>
 inline T get(uint64_t lane) {
   T value;
