@@ -41,17 +41,15 @@ __global__ void __launch_bounds__(kIndexThreads, 2)
     __syncthreads();
     load_keys(problem.keys, args.page_size, unit, first, tile, scalars);
     __syncthreads();
-    for (int block = threadIdx.x / kWaveSize; block < kIndexTileKeys / kTile;
-         block += kIndexThreads / kWaveSize)
-      block_logits(tile, scalars, block, unit.num_rows, padded_heads(problem.queries.num_heads),
-                   [&](int r, bool valid, int key, float logit, bool present) {
-                     const int64_t column = first + key;
-                     if (!valid || column >= p.width) return;
-                     const IndexRow& where = unit.rows[r];
-                     const bool seen = column >= where.begin && column < where.end && present;
-                     if ((float_bits(logit) & ~kSignMask) > kInfBits) logit = bits_float(kNanBits);
-                     p.out[(row + r) * p.out_stride_row + column] = seen ? logit : -INFINITY;
-                   });
+    tile_logits(tile, scalars, unit.num_rows, padded_heads(problem.queries.num_heads),
+                [&](int r, bool valid, int key, float logit, bool present) {
+                  const int64_t column = first + key;
+                  if (!valid || column >= p.width) return;
+                  const IndexRow& where = unit.rows[r];
+                  const bool seen = column >= where.begin && column < where.end && present;
+                  if ((float_bits(logit) & ~kSignMask) > kInfBits) logit = bits_float(kNanBits);
+                  p.out[(row + r) * p.out_stride_row + column] = seen ? logit : -INFINITY;
+                });
   }
 }
 

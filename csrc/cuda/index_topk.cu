@@ -9,43 +9,27 @@
 #include "cuda/indexer/merge.cuh"
 #include "cuda/indexer/scan.cuh"
 #include "cuda/indexer/sm90.h"
-#include "cuda/indexer/tile.cuh"
 
 namespace mla_fp8::gpu {
 
 __global__ void __launch_bounds__(kIndexThreads)
     index_scan_kernel(const __grid_constant__ IndexTopkArgs args) {
-  MLA_SHARED(ScanSmem<PortableIndexEngine>, smem);
+  MLA_SHARED(ScanSmem, smem);
   wait_for_previous_grid();
   scan(args, smem);
 }
 
-namespace {
-
-// The lists of a job's CTAs as candidates, one list after the other.
-struct ScatteredCandidates {
-  const IndexTopkArgs& args;
-  const MergeJob& job;
-
-  template <class Team, class Visit>
-  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
-    for (int i = 0; i < job.num_parts(); ++i) job.part(args, i).visit(team, visit_four);
-  }
-};
-
-}  // namespace
-
 __global__ void __launch_bounds__(kIndexThreads)
     index_merge_kernel(const __grid_constant__ IndexTopkArgs args) {
-  using Team = BlockTeam<kIndexThreads>;
-  MLA_SHARED(Team::Smem, select);
+  MLA_SHARED(IndexTeam::Smem, select);
   wait_for_previous_grid();
   MergeJob job;
   if (!find_merge<kIndexThreads>(args, static_cast<int>(blockIdx.x), job)) return;
   int32_t total = 0;
   for (int i = 0; i < job.num_parts(); ++i) total += job.part(args, i).count;
-  select_and_emit(Team{select}, IndexAnswer{args.p, job.out_row, job.where}, ScatteredCandidates{args, job},
-                  total, [&](const IndexRow& where, int32_t column) { return args.slot(where, column); });
+  select_and_emit(IndexTeam{select}, IndexAnswer{args.p, job.out_row, job.where},
+                  ScatteredParts{args, job, 0, job.num_parts()}, total,
+                  [&](const IndexRow& where, int32_t column) { return args.slot(where, column); });
 }
 
 int index_topk_ctas() { return num_processors(); }

@@ -25,6 +25,18 @@ struct MergeJob {
   }
 };
 
+// Parts [first, last) of a job as candidates, where they lie in the workspace.
+struct ScatteredParts {
+  const IndexTopkArgs& args;
+  const MergeJob& job;
+  int first, last;
+
+  template <class Team, class Visit>
+  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
+    for (int i = first; i < last; ++i) job.part(args, i).visit(team, visit_four);
+  }
+};
+
 // The number of jobs. If rows are no more than lists, job i is row i.
 MLA_HD int64_t num_merge_jobs(const IndexTopkArgs& args) {
   const int64_t rows = args.p.problem.rows.num_rows, most = int64_t{args.num_ctas} * args.list_rows;

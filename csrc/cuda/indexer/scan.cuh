@@ -1,18 +1,11 @@
 #pragma once
 // The scan of index_topk on any GPU (words: rows.cuh). A CTA scores the tiles of its share, and has a list of
 // candidates for each row of the unit it is in. A list that is nearly full shrinks to the best topk; then
-// only larger keys join. A CTA with a whole unit answers it, others leave lists to the merge. An engine has
-//
-//   kThreads, kTileKeys      of a CTA
-//   Memory                   its shared memory, with `select`, for BlockTeam<kThreads>
-//   kSelectTakesQueries      whether selecting overwrites the queries
-//   load_queries(), begin()  for a unit; begin() when the columns of the first tile are known
-//   logits(t, sink)          of tile t, in order, by all threads: sink(row, valid, key, logit, present), the
-//                            lanes of a warp together; a lane with `valid` has the logit of a key of its own
-#include "cuda/device/divide.cuh"
+// only larger keys join. A CTA with a whole unit answers it, others leave lists to the merge.
 #include "cuda/device/launch.cuh"
 #include "cuda/indexer/emit.cuh"
 #include "cuda/indexer/shares.cuh"
+#include "cuda/indexer/tile.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -119,49 +112,55 @@ __device__ __forceinline__ void write_state(IndexCtaState& state, const IndexUni
   for (int r = 0; r < kIndexGroupRows; ++r) state.rows[r] = unit.rows[r];
 }
 
-template <class Engine>
+using IndexTeam = BlockTeam<kIndexThreads>;
 struct ScanSmem {
-  typename Engine::Memory memory;
+  union {
+    IndexTileSmem tile;
+    IndexTeam::Smem select;  // overwrites keys and queries
+  };
+  IndexScalarSmem scalars;
   IndexShare share;
-  IndexUnit unit;
-  IndexUnit next;
+  IndexUnit unit, next;
   int64_t begin, end, unit_begin, tiles_end, unit_end;  // steps: of the CTA's share, of the unit
   uint32_t threshold[kIndexGroupRows];
   int32_t count[kIndexGroupRows];
 };
 
-// Scores a tile. Columns whose keys reach a row's threshold join its list.
-template <class Engine>
-__device__ __forceinline__ void scan_tile(const IndexTopkArgs& args, const IndexUnit& unit, Engine& engine,
-                                          int t, int32_t first, ScanSmem<Engine>& smem) {
+// Scores the tile whose first column is `first`. Columns whose keys reach a row's threshold join its list.
+__device__ __forceinline__ void scan_tile(const IndexTopkArgs& args, const IndexUnit& unit, int32_t first,
+                                          ScanSmem& smem) {
   const IndexTopkParams& p = args.p;
-  static_assert(Engine::kTileKeys <= kIndexListSlack);
-  engine.logits(t, [&](int r, bool valid, int key, float logit, bool present) {
-    const int32_t column = first + key;
-    const IndexRow& where = unit.rows[r];
-    valid = valid && present && column >= where.begin && column < where.end;
-    uint32_t rank = order_key(logit);
-    if (valid && args.block_keys != nullptr) {
-      const int64_t row = unit.first_row + r;
-      atomicMax(args.block_keys + row * args.block_pitch + (column - where.begin) / IndexList::kBlock, rank);
-    }
-    if (valid && p.is_pinned(unit.first_row + r, where, column)) rank = kPinnedKey;
-    const bool joins = valid && rank >= smem.threshold[r];
-    const uint32_t lanes = __ballot_sync(kFullWarp, joins);
-    if (kWaveSize == kWarpSize && lanes == 0) return;  // halves of a wave stay together
-    const int lane = threadIdx.x % kWarpSize;
-    int32_t place = 0;
-    if (lane == 0) place = atomicAdd(&smem.count[r], __popc(lanes));
-    place = __shfl_sync(kFullWarp, place, 0) + __popc(lanes & ((1u << lane) - 1));
-    if (joins) args.list(blockIdx.x, r)[place] = order_of(rank, column);
-  });
+  static_assert(kIndexTileKeys <= kIndexListSlack);
+  load_keys(p.problem.keys, args.page_size, unit, first, smem.tile, smem.scalars);
+  __syncthreads();
+  tile_logits(smem.tile, smem.scalars, unit.num_rows, padded_heads(p.problem.queries.num_heads),
+              [&](int r, bool valid, int key, float logit, bool present) {
+                const int32_t column = first + key;
+                const IndexRow& where = unit.rows[r];
+                valid = valid && present && column >= where.begin && column < where.end;
+                uint32_t rank = order_key(logit);
+                if (valid && args.block_keys != nullptr) {
+                  const int64_t row = unit.first_row + r;
+                  atomicMax(
+                      args.block_keys + row * args.block_pitch + (column - where.begin) / IndexList::kBlock,
+                      rank);
+                }
+                if (valid && p.is_pinned(unit.first_row + r, where, column)) rank = kPinnedKey;
+                const bool joins = valid && rank >= smem.threshold[r];
+                const uint32_t lanes = __ballot_sync(kFullWarp, joins);
+                if (lanes == 0) return;
+                const int lane = threadIdx.x % kWarpSize;
+                int32_t place = 0;
+                if (lane == 0) place = atomicAdd(&smem.count[r], __popc(lanes));
+                place = __shfl_sync(kFullWarp, place, 0) + __popc(lanes & ((1u << lane) - 1));
+                if (joins) args.list(blockIdx.x, r)[place] = order_of(rank, column);
+              });
 }
 
 // Shrinks lists to topk: those that the next tile might overfill, or at the end all that are longer. Returns
-// whether `select` was used.
-template <class Engine>
+// whether any was shrunk; then the queries are overwritten.
 __device__ __forceinline__ bool shrink_lists(const IndexTopkArgs& args, int num_rows, bool at_end,
-                                             ScanSmem<Engine>& smem) {
+                                             ScanSmem& smem) {
   const int32_t topk = args.p.topk;
   const int32_t most = at_end ? topk : index_list_capacity(topk) - kIndexListSlack;
   bool shrunk = false;
@@ -170,7 +169,7 @@ __device__ __forceinline__ bool shrink_lists(const IndexTopkArgs& args, int num_
     if (count <= most) continue;
     shrunk = true;
     uint64_t* list = args.list(blockIdx.x, r);
-    const BlockTeam<Engine::kThreads> team{smem.memory.select};
+    const IndexTeam team{smem.select};
     const uint64_t least = kth_order(team, CandidateList{list, count}, topk, kLeastOrder, ~uint64_t{0});
     keep_from(team, least, list, count);
     if (threadIdx.x == 0) {
@@ -183,15 +182,14 @@ __device__ __forceinline__ bool shrink_lists(const IndexTopkArgs& args, int num_
 }
 
 // Leaves the lists of a unit that this CTA saw in part to the merge.
-template <class Engine>
-__device__ __forceinline__ void leave_for_merge(const IndexTopkArgs& args, ScanSmem<Engine>& smem) {
+__device__ __forceinline__ void leave_for_merge(const IndexTopkArgs& args, ScanSmem& smem) {
   const IndexUnit& unit = smem.unit;
   const int cta = blockIdx.x;
   const bool is_earlier = smem.begin > smem.unit_begin;
   shrink_lists(args, unit.num_rows, true, smem);
   if (is_earlier)
     for (int r = 0; r < unit.num_rows; ++r)
-      for (int i = threadIdx.x; i < smem.count[r]; i += Engine::kThreads)
+      for (int i = threadIdx.x; i < smem.count[r]; i += kIndexThreads)
         args.earlier(cta, r)[i] = args.list(cta, r)[i];
   if (threadIdx.x == 0)
     write_state(*args.state(cta), unit, is_earlier, smem.unit_begin, smem.tiles_end - smem.unit_begin,
@@ -199,39 +197,32 @@ __device__ __forceinline__ void leave_for_merge(const IndexTopkArgs& args, ScanS
 }
 
 // Scans the share's tiles of a unit, and answers it if they are all of its tiles.
-template <class Engine>
-__device__ __forceinline__ void scan_unit(const IndexTopkArgs& args, const IndexUnit& unit, Engine& engine,
-                                          ScanSmem<Engine>& smem) {
-  constexpr int kTileKeys = Engine::kTileKeys;
+__device__ __forceinline__ void scan_unit(const IndexTopkArgs& args, const IndexUnit& unit, ScanSmem& smem) {
+  const IndexQueries& queries = args.p.problem.queries;
   const int64_t first = max(smem.begin, smem.unit_begin), last = min(smem.end, smem.tiles_end);
-  const int32_t first_column = static_cast<int32_t>(unit.begin + (first - smem.unit_begin) * kTileKeys);
+  const auto first_column = static_cast<int32_t>(unit.begin + (first - smem.unit_begin) * kIndexTileKeys);
   const int tiles = static_cast<int>(last - first), cta = blockIdx.x;
-  engine.load_queries(unit);
-  engine.begin(unit, first_column, tiles);
+  load_queries(queries, unit, smem.tile, smem.scalars);
   for (int t = 0; t < tiles; ++t) {
-    scan_tile(args, unit, engine, t, first_column + t * kTileKeys, smem);
+    scan_tile(args, unit, first_column + t * kIndexTileKeys, smem);
     __syncthreads();
-    if (shrink_lists(args, unit.num_rows, false, smem) && Engine::kSelectTakesQueries)
-      engine.load_queries(unit);
+    if (shrink_lists(args, unit.num_rows, false, smem)) load_queries(queries, unit, smem.tile, smem.scalars);
   }
   if (smem.begin > smem.unit_begin || smem.tiles_end > smem.end) return leave_for_merge(args, smem);
-  const BlockTeam<Engine::kThreads> team{smem.memory.select};
   for (int r = 0; r < unit.num_rows; ++r) {
     const IndexAnswer answer{args.p, unit.first_row + r, unit.rows[r]};
-    select_and_emit(team, answer, CandidateList{args.list(cta, r), smem.count[r]}, smem.count[r],
-                    [&](const IndexRow& where, int32_t c) { return args.slot(where, c); });
+    select_and_emit(IndexTeam{smem.select}, answer, CandidateList{args.list(cta, r), smem.count[r]},
+                    smem.count[r], [&](const IndexRow& where, int32_t c) { return args.slot(where, c); });
   }
 }
 
-template <class Engine>
-__device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>& smem) {
-  constexpr int kThreads = Engine::kThreads, kTileKeys = Engine::kTileKeys;
-  const IndexTopkParams& p = args.p;
-  const IndexRows& rows = p.problem.rows;
+__device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem& smem) {
+  const IndexRows& rows = args.p.problem.rows;
   const int cta = blockIdx.x;
-  find_share(ShareBlock<kThreads>{},
-             {rows, args.places, args.ctas, args.taken, args.group_rows, kTileKeys, cta, 0, 0, 0, nullptr, 0},
-             smem.share, smem.unit);
+  find_share(
+      ShareBlock<kIndexThreads>{},
+      {rows, args.places, args.ctas, args.taken, args.group_rows, kIndexTileKeys, cta, 0, 0, 0, nullptr, 0},
+      smem.share, smem.unit);
   __syncthreads();
   const IndexShare& share = smem.share;
   const IndexUnit& unit = smem.unit;
@@ -246,12 +237,11 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
   }
   if (begin >= end) return;
 
-  Engine engine{p.problem, args.page_size, smem.memory};
   while (true) {
     __syncthreads();
     if (threadIdx.x == 0) {
-      smem.tiles_end = smem.unit_begin + num_tiles(unit, kTileKeys, args.taken);
-      smem.unit_end = smem.unit_begin + num_steps(unit, kTileKeys, args.taken);
+      smem.tiles_end = smem.unit_begin + num_tiles(unit, kIndexTileKeys, args.taken);
+      smem.unit_end = smem.unit_begin + num_steps(unit, kIndexTileKeys, args.taken);
     }
     if (threadIdx.x < kIndexGroupRows) {
       smem.count[threadIdx.x] = 0;
@@ -259,8 +249,8 @@ __device__ __forceinline__ void scan(const IndexTopkArgs& args, ScanSmem<Engine>
     }
     __syncthreads();
     if (smem.begin < smem.tiles_end) {  // else the share has but the choice of the unit
-      if (takes_all(unit, args.taken)) args.answer_all(unit, BlockTeam<kThreads>{smem.memory.select});
-      else scan_unit(args, unit, engine, smem);
+      if (takes_all(unit, args.taken)) args.answer_all(unit, IndexTeam{smem.select});
+      else scan_unit(args, unit, smem);
     }
     if (smem.unit_end >= smem.end) return;
     __syncthreads();

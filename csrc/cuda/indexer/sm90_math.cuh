@@ -160,7 +160,7 @@ class Math {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) sums[r] = head_sum(acc, r * (kHeads / 8), r);
     if constexpr (kRows == 1) {
-      sink(0, scaled(round_add(sums[0], __shfl_xor_sync(kFullWarp, sums[0], 2)), scale), present);
+      sink(0, scaled(__fadd_rn(sums[0], __shfl_xor_sync(kFullWarp, sums[0], 2)), scale), present);
     } else {
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair)
@@ -237,7 +237,7 @@ class Math {
       s[1][0] = fmaf(twice_relu(d[2]), w.z, s[1][0]);
       s[1][1] = fmaf(twice_relu(d[3]), w.w, s[1][1]);
     }
-    const float low = round_add(s[0][0], s[0][1]), high = round_add(s[1][0], s[1][1]);
+    const float low = __fadd_rn(s[0][0], s[0][1]), high = __fadd_rn(s[1][0], s[1][1]);
     return exchange(low, high, 1);
   }
 
@@ -245,7 +245,7 @@ class Math {
   __device__ __forceinline__ static float exchange(float x, float y, int lanes) {
     const bool upper = threadIdx.x & lanes;
     const float kept = upper ? y : x;
-    return round_add(kept, __shfl_xor_sync(kFullWarp, upper ? x : y, lanes));
+    return __fadd_rn(kept, __shfl_xor_sync(kFullWarp, upper ? x : y, lanes));
   }
 
   const Memory memory_;

@@ -17,18 +17,6 @@ __device__ __forceinline__ ClusterTeam<kAlone> merge_team(MergeShared& s) {
 // The first row of the calling cluster of `size` blocks.
 __device__ __forceinline__ int64_t first_row(int size) { return blockIdx.x / static_cast<unsigned>(size); }
 
-// Parts [first, last) of a job as candidates, where they lie in the workspace.
-struct ScatteredParts {
-  const IndexTopkArgs& args;
-  const MergeJob& job;
-  int first, last;
-
-  template <class Team, class Visit>
-  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
-    for (int i = first; i < last; ++i) job.part(args, i).visit(team, visit_four);
-  }
-};
-
 // About the range of a row's keys: that of a sample, 512 pieces of four keys spread over the row.
 template <class Team>
 __device__ __forceinline__ Survey sample(const Team& team, const CandidateKeys& all) {

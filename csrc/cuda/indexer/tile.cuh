@@ -116,22 +116,6 @@ __device__ __forceinline__ void load_keys(const IndexKeys& keys, const Divider& 
   }
 }
 
-// Products and sums that no compiler may fuse: the bits of a logit are promised.
-__device__ __forceinline__ float round_mul(float a, float b) {
-#if MLA_FP8_PTX
-  return __fmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-__device__ __forceinline__ float round_add(float a, float b) {
-#if MLA_FP8_PTX
-  return __fadd_rn(a, b);
-#else
-  return a + b;
-#endif
-}
-
 // Logits of the sixteen keys of a block of the tile, by the calling wave, row by row: sink(row, valid, key,
 // logit, present), all lanes together.
 template <class Sink>
@@ -146,12 +130,7 @@ __device__ __forceinline__ void block_logits(const IndexTileSmem& tile, const In
       a[step].row[r] = load_k4<CacheDtype::kE4m3fn, Dtype::kF16>(
           tile.keys + (block * kTile + operand_row(r)) * kIndexPitch + step * kTile + operand_k());
   for (int row = 0; row < num_rows; ++row) {
-#if MLA_FP8_WAVE64
-    constexpr int kSums = kTileAccumulators;  // of one column, four keys
-#else
-    constexpr int kSums = 4;  // of columns 8 i + 2 t and the next one, two keys
-#endif
-    float sums[kSums] = {};
+    float sums[4] = {};  // of columns 8 i + 2 t and the next one, two keys
     for (int head = 0; head < padded; head += kTile) {
       const int line = row * padded + head;
       float acc[kTileAccumulators] = {};
@@ -166,82 +145,34 @@ __device__ __forceinline__ void block_logits(const IndexTileSmem& tile, const In
       }
 #pragma unroll
       for (int i = 0; i < kTileAccumulators; ++i) {
-        const float relu = round_mul(round_add(acc[i], fabsf(acc[i])), 0.5f);  // a NaN stays one
+        const float relu = __fmul_rn(__fadd_rn(acc[i], fabsf(acc[i])), 0.5f);  // a NaN stays one
         const float weight = scalars.weights[line + accumulator_column(i)];
-        float& sum = sums[kSums == kTileAccumulators ? i : i % 4];
-        sum = fmaf(relu, weight, sum);
+        sums[i % 4] = fmaf(relu, weight, sums[i % 4]);
       }
     }
-#if MLA_FP8_WAVE64
-    // Sixteen lanes have the columns of the same four keys; lane i of them gets key i.
-    float mine = 0.0f;
-    int own_key = 0;
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-      float total = sums[i];
-#pragma unroll
-      for (int offset = 1; offset < 16; offset *= 2)
-        total = round_add(total, __shfl_xor_sync(kFullWarp, total, offset));
-      const int key = block * kTile + accumulator_row(i);
-      if (wave_lane() % 16 == i) {
-        mine = round_mul(total, scalars.scales[key]);
-        own_key = key;
-      }
-    }
-    sink(row, wave_lane() % 16 < kSums, own_key, round_add(mine, 0.0f), scalars.present[own_key] >> row & 1);
-#else
     // sums[0], [1] are columns 2t, 2t + 1 of key g; [2], [3] those of key g + 8. Lanes 0 and 1 of a quad get
     // one key each. The scale multiplies the sum of all heads: parts times infinity might cancel to NaN.
     float totals[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float total = round_add(sums[2 * half], sums[2 * half + 1]);
-      total = round_add(total, __shfl_xor_sync(kFullWarp, total, 1));
-      total = round_add(total, __shfl_xor_sync(kFullWarp, total, 2));
-      totals[half] = round_mul(total, scalars.scales[block * kTile + accumulator_row(2 * half)]);
+      float total = __fadd_rn(sums[2 * half], sums[2 * half + 1]);
+      total = __fadd_rn(total, __shfl_xor_sync(kFullWarp, total, 1));
+      total = __fadd_rn(total, __shfl_xor_sync(kFullWarp, total, 2));
+      totals[half] = __fmul_rn(total, scalars.scales[block * kTile + accumulator_row(2 * half)]);
     }
     const int t = wave_lane() % 4;
     const int key = block * kTile + wave_lane() / 4 + 8 * (t & 1);
-    sink(row, t < 2, key, round_add(totals[t & 1], 0.0f), scalars.present[key] >> row & 1);
-#endif
+    sink(row, t < 2, key, __fadd_rn(totals[t & 1], 0.0f), scalars.present[key] >> row & 1);
   }
 }
 
-// The engine of scan.cuh for any GPU: it loads a tile, then computes its logits.
-struct PortableIndexEngine {
-  static constexpr int kThreads = kIndexThreads, kTileKeys = kIndexTileKeys;
-  static constexpr bool kSelectTakesQueries = true;
-  struct Memory {
-    union {
-      IndexTileSmem tile;
-      BlockTeam<kThreads>::Smem select;
-    };
-    IndexScalarSmem scalars;
-  };
-
-  const IndexProblem& problem;
-  const Divider& page_size;
-  Memory& memory;
-  const IndexUnit* unit;
-  int64_t first_column;
-
-  __device__ __forceinline__ void load_queries(const IndexUnit& unit) {
-    gpu::load_queries(problem.queries, unit, memory.tile, memory.scalars);
-  }
-  __device__ __forceinline__ void begin(const IndexUnit& of, int64_t column, int) {
-    unit = &of;
-    first_column = column;
-  }
-  // The caller's barrier after each tile keeps the next load from overtaking this one's reads.
-  template <class Sink>
-  __device__ __forceinline__ void logits(int t, const Sink& sink) {
-    load_keys(problem.keys, page_size, *unit, first_column + int64_t{t} * kTileKeys, memory.tile,
-              memory.scalars);
-    __syncthreads();
-    for (int block = threadIdx.x / kWaveSize; block < kTileKeys / kTile; block += kThreads / kWaveSize)
-      block_logits(memory.tile, memory.scalars, block, unit->num_rows,
-                   padded_heads(problem.queries.num_heads), sink);
-  }
-};
+// Logits of all keys of the tile, by all threads: sink as that of block_logits.
+template <class Sink>
+__device__ __forceinline__ void tile_logits(const IndexTileSmem& tile, const IndexScalarSmem& scalars,
+                                            int num_rows, int padded, const Sink& sink) {
+  for (int block = threadIdx.x / kWarpSize; block < kIndexTileKeys / kTile;
+       block += kIndexThreads / kWarpSize)
+    block_logits(tile, scalars, block, num_rows, padded, sink);
+}
 
 }  // namespace mla_fp8::gpu
