@@ -337,7 +337,7 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
                "(Tensor hot_rows, Tensor miss_host_rows, Tensor miss_hot_rows, Tensor miss_counts)",
                "Tensor(d!) out_hot_rows, Tensor(e!) out_miss_host_rows, Tensor(f!) out_miss_hot_rows, "
                "Tensor(g!) out_miss_counts, Tensor(h!)? out_attention_rows=None, "
-               "int attention_page_stride=0, Tensor(i!)? out_lens=None")
+               "int attention_page_stride=0, Tensor(i!)? out_lens=None, Tensor(j!)? out_hit_rows=None")
 #define COPY_OPTIONS "*, int layout, int host_page_size, int hot_page_size, int max_blocks=16"
   DEF(copy_host_rows,
       "Tensor[] host_caches, Tensor(a!)[] hot_caches, Tensor host_rows, Tensor hot_rows, "

@@ -284,7 +284,8 @@ void merge_topk_out(const Tensor& scores, const Tensor& positions, int64_t topk,
 FourTensors resolve_hot_rows(MLA_RESOLVE_HOT_ROWS_ARGUMENTS);
 void resolve_hot_rows_out(MLA_RESOLVE_HOT_ROWS_ARGUMENTS, Tensor out_hot_rows, Tensor out_miss_host_rows,
                           Tensor out_miss_hot_rows, Tensor out_miss_counts, OptionalTensor out_attention_rows,
-                          int64_t attention_page_stride, OptionalTensor out_lens);
+                          int64_t attention_page_stride, OptionalTensor out_lens,
+                          OptionalTensor out_hit_rows);
 void copy_host_rows(const std::vector<Tensor>& host_caches, std::vector<Tensor> hot_caches,
                     const Tensor& host_rows, const Tensor& hot_rows, const OptionalTensor& counts,
                     const OptionalTensor& num_valid_rows, int64_t layout, int64_t host_page_size,

@@ -44,12 +44,13 @@ struct Scratch {
   Table table;
   std::vector<int32_t> keys;    // of the request's chosen entries; kNone: it has its answer
   std::vector<int64_t> misses;  // where in `keys` each missed entry is chosen first
+  std::vector<bool> is_used;    // each slot
   std::vector<int16_t> stale, used;
 };
 
 void mask_rows(const ResolveHotRowsParams& p, const PlainHotDivision& by, int64_t first, int64_t count) {
   for (int64_t row = first; row < first + count; ++row) {
-    for (int64_t c = 0; c < p.topk; ++c) write_hot_row(p, by, row, c, -1);
+    for (int64_t c = 0; c < p.topk; ++c) write_hot_row(p, by, row, c, -1, false);
     if (p.lens) p.lens[row] = 0;
     p.miss_counts[row] = 0;
   }
@@ -59,17 +60,17 @@ void mask_rows(const ResolveHotRowsParams& p, const PlainHotDivision& by, int64_
 int64_t look_up_slots(const ResolveHotRowsParams& p, int64_t state, Scratch& s) {
   const int16_t* order = p.hot_order + state * p.hot_order_stride;
   const int32_t* held = p.hot_entries + state * p.hot_entries_stride;
+  s.is_used.assign(p.num_hot, false);
+  for (int64_t slot = p.num_hot; slot-- > 0;) {
+    Chosen* place = held[slot] < 0 ? nullptr : &s.table.at(held[slot]);
+    if (!place || place->key != held[slot]) continue;
+    place->slot = slot;
+    s.is_used[slot] = true;
+  }
   s.stale.clear(), s.used.clear();
   for (int64_t i = 0; i < p.num_hot; ++i) {
     const int16_t slot = order[i];
-    const int32_t key = slot >= 0 && slot < p.num_hot ? held[slot] : static_cast<int32_t>(kNone);
-    Chosen* place = key < 0 ? nullptr : &s.table.at(key);
-    if (!place || place->key != key) {
-      s.stale.push_back(slot);
-      continue;
-    }
-    s.used.push_back(slot);
-    if (place->slot == kNone || slot < place->slot) place->slot = slot;
+    (slot >= 0 && slot < p.num_hot && s.is_used[slot] ? s.used : s.stale).push_back(slot);
   }
   return static_cast<int64_t>(s.used.size());
 }
@@ -82,7 +83,7 @@ void resolve_request(const ResolveHotRowsParams& p, const PlainHotDivision& by, 
     for (int64_t c = 0; c < p.topk; ++c) {
       const HotEntry e = hot_entry(p, by, row, request, state, p.entries[row * p.entries_stride_row + c]);
       s.keys.push_back(e.key);
-      if (e.key < 0) write_hot_row(p, by, row, c, e.row);
+      if (e.key < 0) write_hot_row(p, by, row, c, e.row, true);
       else s.table.at(e.key) = {e.key, kNone};
     }
   const int64_t hits = look_up_slots(p, state, s);
@@ -105,7 +106,8 @@ void resolve_request(const ResolveHotRowsParams& p, const PlainHotDivision& by, 
                  exists ? hot_row_of_slot(p, by, request, state, victim) : -1);
     }
     write_hot_row(p, by, row, column,
-                  place.slot < 0 ? -1 : hot_row_of_slot(p, by, request, state, place.slot));
+                  place.slot < 0 ? -1 : hot_row_of_slot(p, by, request, state, place.slot),
+                  place.slot >= 0 && s.is_used[place.slot]);
   }
   int16_t* order = p.hot_order + state * p.hot_order_stride;
   const auto loaded = s.stale.begin() + std::min(misses, static_cast<int64_t>(s.stale.size()));
@@ -125,30 +127,30 @@ void resolve_request(const ResolveHotRowsParams& p, const PlainHotDivision& by, 
 }
 
 // Whether rows before these have the state, too: then it is theirs.
-bool is_taken(const ResolveHotRowsParams& p, int64_t first, int64_t state) {
+bool is_taken(const ResolveHotRowsParams& p, const PlainHotDivision& by, int64_t first, int64_t state) {
   for (int64_t row = 0; row < first; ++row)
-    if (hot_state(p, hot_request(p, row)) == state) return true;
+    if (hot_state(p, hot_request(p, by, row)) == state) return true;
   return false;
 }
 
 }  // namespace
 
 void resolve_hot_rows(const ResolveHotRowsParams& p) {
-  const PlainHotDivision by{p.host_page_size, p.hot_page_size, p.topk > 0 ? p.topk : 1};
+  const PlainHotDivision by{p.host_page_size, p.hot_page_size, p.topk > 0 ? p.topk : 1, p.next_n};
   parallel_for(p.num_rows, 1, [&](int64_t begin, int64_t end) {
     Scratch scratch{.table = Table(p.next_n * p.topk)};
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t request = hot_request(p, row), state = hot_state(p, request);
+      const int64_t request = hot_request(p, by, row), state = hot_state(p, request);
       if (state < 0) {
         mask_rows(p, by, row, 1);
         continue;
       }
       int64_t before = 0;  // rows of the same request before this one, at most next_n
-      while (before < p.next_n && before < row && hot_request(p, row - before - 1) == request) ++before;
+      while (before < p.next_n && before < row && hot_request(p, by, row - before - 1) == request) ++before;
       if (before == p.next_n) mask_rows(p, by, row, 1);
       if (before > 0) continue;
-      const int64_t count = hot_group_size(p, row, request);
-      if (is_taken(p, row, state)) mask_rows(p, by, row, count);
+      const int64_t count = hot_group_size(p, by, row, request);
+      if (is_taken(p, by, row, state)) mask_rows(p, by, row, count);
       else resolve_request(p, by, row, count, request, state, scratch);
     }
   });

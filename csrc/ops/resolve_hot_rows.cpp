@@ -115,7 +115,7 @@ ResolveHotRowsParams checked_inputs(const Check& check, MLA_RESOLVE_HOT_ROWS_ARG
 
 struct HotRowsOutputs {
   const Tensor &hot_rows, &miss_host_rows, &miss_hot_rows, &miss_counts;
-  const OptionalTensor &attention_rows, &lens;
+  const OptionalTensor &attention_rows, &lens, &hit_rows;
 };
 
 void run(ResolveHotRowsParams params, const HotRowsOutputs& out, int64_t attention_page_stride) {
@@ -133,6 +133,10 @@ void run(ResolveHotRowsParams params, const HotRowsOutputs& out, int64_t attenti
     params.attention_page_stride = attention_page_stride;
   }
   if (out.lens) params.lens = mutable_data<int32_t>(*out.lens);
+  if (out.hit_rows) {
+    params.hit_rows = mutable_data<int32_t>(*out.hit_rows);
+    params.hit_rows_stride = out.hit_rows->stride(0);
+  }
   MLA_LAUNCH(resolve_hot_rows, out.hot_rows, params);
 }
 
@@ -152,13 +156,14 @@ FourTensors resolve_hot_rows(MLA_RESOLVE_HOT_ROWS_ARGUMENTS) {
   torch::stable::fill_(miss_hot_rows, -1);
   Tensor miss_counts = new_empty(entries, {params.num_rows}, ScalarType::Int);
   const OptionalTensor none;
-  run(params, {hot_rows, miss_host_rows, miss_hot_rows, miss_counts, none, none}, 0);
+  run(params, {hot_rows, miss_host_rows, miss_hot_rows, miss_counts, none, none, none}, 0);
   return {hot_rows, miss_host_rows, miss_hot_rows, miss_counts};
 }
 
 void resolve_hot_rows_out(MLA_RESOLVE_HOT_ROWS_ARGUMENTS, Tensor out_hot_rows, Tensor out_miss_host_rows,
                           Tensor out_miss_hot_rows, Tensor out_miss_counts, OptionalTensor out_attention_rows,
-                          int64_t attention_page_stride, OptionalTensor out_lens) {
+                          int64_t attention_page_stride, OptionalTensor out_lens,
+                          OptionalTensor out_hit_rows) {
   const Check check("resolve_hot_rows");
   ResolveHotRowsParams params = checked_inputs(check, MLA_RESOLVE_HOT_ROWS_NAMES);
   const auto rows = [&](const Tensor& t, const char* name, std::initializer_list<ScalarType> dtypes) {
@@ -188,8 +193,10 @@ void resolve_hot_rows_out(MLA_RESOLVE_HOT_ROWS_ARGUMENTS, Tensor out_hot_rows, T
     check.within(attention_page_stride, "attention_page_stride", hot_page_size, kIntMax);
   }
   if (out_lens) counts(*out_lens, "out_lens");
+  if (out_hit_rows) rows(*out_hit_rows, "out_hit_rows", {ScalarType::Int});
   run(params,
-      {out_hot_rows, out_miss_host_rows, out_miss_hot_rows, out_miss_counts, out_attention_rows, out_lens},
+      {out_hot_rows, out_miss_host_rows, out_miss_hot_rows, out_miss_counts, out_attention_rows, out_lens,
+       out_hit_rows},
       attention_page_stride);
 }
 

@@ -40,6 +40,8 @@ struct ResolveHotRowsParams {
   int64_t hot_rows_stride;
   int32_t* attention_rows;  // hot_rows for pages that lie attention_page_stride rows apart; or null
   int64_t attention_rows_stride, attention_page_stride;
+  int32_t* hit_rows;  // hot_rows without those of the plan; or null
+  int64_t hit_rows_stride;
   int32_t* lens;         // [num_rows] or null
   void* miss_host_rows;  // [num_rows, topk]
   bool miss_host_rows_are_int64;
@@ -52,12 +54,13 @@ struct ResolveHotRowsParams {
 inline constexpr int64_t kMaxHotRows = int64_t{1} << 15;  // slots are int16
 inline constexpr int64_t kMaxHotDrafts = 64;
 
-// Divides by the page sizes, and by topk. GPU kernels have a form with Dividers.
+// Divides by the page sizes, by topk and by next_n. GPU kernels have a form with Dividers.
 struct PlainHotDivision {
-  int64_t host_size, hot_size, row_size;
+  int64_t host_size, hot_size, row_size, group_size;
   MLA_HD int64_t host(int64_t n) const { return n / host_size; }
   MLA_HD int64_t hot(int64_t n) const { return n / hot_size; }
   MLA_HD int64_t row(int64_t n) const { return n / row_size; }
+  MLA_HD int64_t group(int64_t n) const { return n / group_size; }
 };
 
 MLA_HD int64_t hot_int(const void* values, bool are_int64, int64_t i) {
@@ -65,10 +68,11 @@ MLA_HD int64_t hot_int(const void* values, bool are_int64, int64_t i) {
 }
 
 // The request of a row; -1 if it has none, as padding.
-MLA_HD int64_t hot_request(const ResolveHotRowsParams& p, int64_t row) {
+template <class Division>
+MLA_HD int64_t hot_request(const ResolveHotRowsParams& p, const Division& by, int64_t row) {
   if (p.num_valid_rows && row >= *p.num_valid_rows) return -1;
   const int64_t request =
-      p.row_to_request ? hot_int(p.row_to_request, p.requests_are_int64, row) : row / p.next_n;
+      p.row_to_request ? hot_int(p.row_to_request, p.requests_are_int64, row) : by.group(row);
   return request < 0 || request >= p.num_requests ? -1 : request;
 }
 MLA_HD int64_t hot_state(const ResolveHotRowsParams& p, int64_t request) {
@@ -119,8 +123,9 @@ MLA_HD HotEntry hot_entry(const ResolveHotRowsParams& p, const Division& by, int
   if (p.entry_lens) {
     const int64_t len = hot_int(p.entry_lens, p.lens_are_int64, row);
     if (entry >= len) return {-1, -1};
-    if (len <= p.num_hot) return {hot_row_of_slot(p, by, request, state, entry), -1};
-    if (entry == len - 1) return {hot_row_of_slot(p, by, request, state, p.num_hot), -1};
+    const bool is_short = len <= p.num_hot;
+    if (is_short || entry == len - 1)
+      return {hot_row_of_slot(p, by, request, state, is_short ? entry : p.num_hot), -1};
   }
   if (p.resident_pages) {
     const int64_t index = by.hot(entry);
@@ -136,11 +141,12 @@ MLA_HD HotEntry hot_entry(const ResolveHotRowsParams& p, const Division& by, int
   return {-1, host < 0 ? -1 : static_cast<int32_t>(p.by_entry ? entry : host)};
 }
 
-// Writes the hot row of an entry, also for attention if that has rows of its own.
+// Writes the hot row of an entry, also for attention if that has rows of its own. `is_there`: it is no miss.
 template <class Division>
 MLA_HD void write_hot_row(const ResolveHotRowsParams& p, const Division& by, int64_t row, int64_t column,
-                          int32_t hot_row) {
+                          int32_t hot_row, bool is_there) {
   p.hot_rows[row * p.hot_rows_stride + column] = hot_row;
+  if (p.hit_rows) p.hit_rows[row * p.hit_rows_stride + column] = is_there ? hot_row : -1;
   if (!p.attention_rows) return;
   int64_t at = hot_row;
   if (hot_row >= 0) {
@@ -162,9 +168,11 @@ MLA_HD void write_miss(const ResolveHotRowsParams& p, const Division& by, int64_
 }
 
 // The number of rows from `first` on that have the same request, at most next_n.
-MLA_HD int64_t hot_group_size(const ResolveHotRowsParams& p, int64_t first, int64_t request) {
+template <class Division>
+MLA_HD int64_t hot_group_size(const ResolveHotRowsParams& p, const Division& by, int64_t first,
+                              int64_t request) {
   int64_t n = 1;
-  while (n < p.next_n && first + n < p.num_rows && hot_request(p, first + n) == request) ++n;
+  while (n < p.next_n && first + n < p.num_rows && hot_request(p, by, first + n) == request) ++n;
   return n;
 }
 

@@ -30,6 +30,7 @@ def decode_hot_rows(
     extra_kv_cache: Tensor | None = None,
     extra_indices: Tensor | None = None,
     extra_page_size: int | None = None,
+    hit_rows: Tensor | None = None,
     wait: bool = True,
     next_n: int = 1,
     copy_stream: torch.cuda.Stream | None = None,
@@ -58,6 +59,8 @@ def decode_hot_rows(
         extra_kv_cache: A second cache, in the same softmax: such as V4's window.
         extra_indices: [num_tokens, extra_topk] int32, of the second cache.
         extra_page_size: Rows of a page of the second cache.
+        hit_rows: [num_tokens, k] int32, as ``out_hit_rows`` of :func:`resolve_hot_rows`. With ``wait=False``
+            alone.
         wait: Whether attention waits for the copies.
         next_n: As in the call that planned. Only ``wait=False`` looks at it.
         copy_stream: Of the copies without waiting, by default one of PyTorch's pool. They begin behind what
@@ -68,7 +71,8 @@ def decode_hot_rows(
         (out, lse), as :func:`sparse_decode`. What a row held before it was copied reaches neither.
 
     Raises:
-        TypeError, ValueError, RuntimeError: As :func:`copy_host_rows` and :func:`sparse_decode`.
+        TypeError, ValueError, RuntimeError: As :func:`copy_host_rows` and :func:`sparse_decode`. ValueError
+            for ``wait=False`` without ``hit_rows``.
     """
     rows: dict[str, Any] = {"layout": get_layout(layout), "page_size": hot_page_size, "sm_scale": sm_scale}
     extra: dict[str, Any] = {
@@ -87,32 +91,25 @@ def decode_hot_rows(
         copy()
         return sparse_decode(q, hot_cache, hot_rows, attn_sink=attn_sink, **rows, **extra)
 
+    if hit_rows is None:
+        raise ValueError("mla_fp8.decode_hot_rows: expected hit_rows with wait=False, got none")
     if q.is_cuda:  # copies first: attention leaves no room beside it
         here, beside = torch.cuda.current_stream(q.device), copy_stream or torch.cuda.Stream(q.device)
         beside.wait_stream(here)
         with torch.cuda.stream(beside):
             copy()
-    is_missing = _planned(hot_rows, miss_hot_rows, miss_counts, len(hot_cache) * hot_page_size)
     outs = q.new_empty((2, *q.shape[:2], HEAD_DIM_V))
     lses = q.new_empty(outs.shape[:3], dtype=torch.float32)
     first: dict[str, Any] = {"out": outs[0], "lse": lses[0]}
     second: dict[str, Any] = {"out": outs[1], "lse": lses[1]}
-    sparse_decode(q, hot_cache, hot_rows.masked_fill(is_missing, -1), **rows, **extra, **first)
+    sparse_decode(q, hot_cache, hit_rows, **rows, **extra, **first)
+    # Of a request's only row the misses are its plan.
+    late, lengths = (
+        (miss_hot_rows, miss_counts) if next_n == 1 else (hot_rows.masked_fill(hit_rows >= 0, -1), None)
+    )
     if q.is_cuda:
         here.wait_stream(beside)
     else:
         copy()
-    if next_n == 1:  # a row's misses are its plan
-        sparse_decode(q, hot_cache, miss_hot_rows, topk_length=miss_counts, **rows, **second)
-    else:
-        sparse_decode(q, hot_cache, hot_rows.masked_fill(~is_missing, -1), **rows, **second)
+    sparse_decode(q, hot_cache, late, topk_length=lengths, **rows, **second)
     return merge_partial_states(outs, lses, attn_sink=attn_sink)
-
-
-def _planned(hot_rows: Tensor, miss_hot_rows: Tensor, miss_counts: Tensor, num_rows: int) -> Tensor:
-    """[num_tokens, k]: which of ``hot_rows`` are to be copied. Rows that do not exist are either."""
-    columns = torch.arange(miss_hot_rows.shape[1], device=hot_rows.device)
-    rows = miss_hot_rows.where(columns < miss_counts[:, None], -1).clamp(-1, num_rows) + 1
-    planned = torch.zeros(num_rows + 2, dtype=torch.bool, device=hot_rows.device)
-    planned.scatter_(0, rows.flatten().long(), True)
-    return planned[hot_rows.clamp(-1, num_rows) + 1]

@@ -83,9 +83,12 @@ def groups(requests: Sequence[int], states: Sequence[int], next_n: int) -> Itera
 def resolve_hot_rows(
     entries: Tensor, hot_entries: Tensor, hot_order: Tensor, tables: Tables, *, requests: Sequence[int],
     states: Sequence[int], next_n: int, lengths: Sequence[int] | None = None,
-) -> tuple[Tensor, list[list[tuple[int, int]]], tuple[int, int]]:  # fmt: skip
-    """Hot rows; of each row what it has to copy, (host row, hot row); (found, loaded). Updates the state."""
-    rows = torch.full_like(entries, -1)
+) -> tuple[Tensor, Tensor, list[list[tuple[int, int]]], tuple[int, int]]:  # fmt: skip
+    """Hot rows; those that are not loaded; what each row copies, (host row, hot row); (found, loaded).
+
+    Updates the state.
+    """
+    rows, there = torch.full_like(entries, -1), torch.full_like(entries, -1)
     plan: list[list[tuple[int, int]]] = [[] for _ in range(len(entries))]
     found, loaded, k = 0, 0, entries.shape[1]
     for group, request, state in groups(requests, states, next_n):
@@ -97,19 +100,20 @@ def resolve_hot_rows(
         at = {key: tables.hot_row(request, state, slot) if slot >= 0 else -1 for key, slot in slots.items()}
         copies = [(tables.host_row(request, key) if tables.by_entry else key, at[key]) for key in misses]
         for i, r in enumerate(group):
-            rows[r] = torch.tensor([row if key < 0 else at[key] for row, key in of_rows[i]], dtype=rows.dtype)
+            for out, found_at in ((rows, at), (there, at | dict.fromkeys(misses, -1))):
+                out[r] = out.new_tensor([row if key < 0 else found_at[key] for row, key in of_rows[i]])
             plan[r] = copies[i * k : (i + 1) * k]
         found, loaded = found + hits, loaded + len(misses)
-    return rows, plan, (found, loaded)
+    return rows, there, plan, (found, loaded)
 
 
 def update(keys: list[int], held: Tensor, order: Tensor) -> tuple[dict[int, int], int, list[int]]:
     """(slot of each key, how many slots were hits, keys to load); updates one request's state."""
-    num_hot, chosen = len(held), set(keys)
-    owner = {slot: int(held[slot]) if 0 <= slot < num_hot else -1 for slot in order.tolist()}
-    used = [slot for slot in order.tolist() if owner[slot] in chosen]
-    stale = [slot for slot in order.tolist() if owner[slot] not in chosen]
-    slots = {owner[slot]: slot for slot in sorted(used, reverse=True)}
+    num_hot, chosen, owners = len(held), set(keys), held.tolist()
+    slots = {owners[slot]: slot for slot in reversed(range(num_hot)) if owners[slot] in chosen}
+    is_used = {slot: 0 <= slot < num_hot and owners[slot] in chosen for slot in order.tolist()}
+    used = [slot for slot in order.tolist() if is_used[slot]]
+    stale = [slot for slot in order.tolist() if not is_used[slot]]
     misses = [key for key in keys if key not in slots]
     for i, key in enumerate(misses):
         slots[key] = stale[i] if i < len(stale) and 0 <= stale[i] < num_hot else -1

@@ -19,6 +19,7 @@ class Step:
         rows = len(self.entries)
         self.q = torch.zeros(rows, HEADS, 576, device="cuda", dtype=torch.bfloat16)
         self.plan = [torch.empty_like(self.entries) for _ in range(3)]
+        self.hit_rows = torch.empty_like(self.entries)
         self.plan.append(torch.empty(rows, device="cuda", dtype=torch.int32))
         self.counters = torch.zeros(2, dtype=torch.int64, device="cuda")
 
@@ -28,9 +29,9 @@ class Step:
         mla_fp8.resolve_hot_rows(
             self.entries, server.held, server.order, server.table, num_host_rows=len(server.rows),
             host_page_size=PAGE, next_n=server.next_n, counters=self.counters,
-            **dict(zip(names, self.plan, strict=True)),
+            **dict(zip(names, self.plan, strict=True)), out_hit_rows=self.hit_rows,
         )  # fmt: skip
-        options = server.options(wait=self.wait)
+        options = server.options(wait=self.wait, hit_rows=self.hit_rows)
         self.out = mla_fp8.decode_hot_rows(self.q, server.host, server.hot, *self.plan, **options)
 
     def new(self, step: int) -> None:

@@ -76,6 +76,7 @@ def test_no_value_of_a_plan_reaches_other_rows(next_n, device):
     miss_rows = miss_rows.masked_fill(behind, (1 << 31) - 1)
     miss_rows[:, -1] = torch.where(behind[:, -1], hot_rows[:, 0], miss_rows[:, -1])
     hot_rows[0, :3] = torch.tensor([-(1 << 31), (1 << 31) - 1, len(server.hot) * HOT], device=device).int()
+    server.hit_rows[0, :3] = hot_rows[0, :3]
     caches = server.host, server.hot
     plan = (hot_rows, host_rows, miss_rows, counts)
     out, lse = mla_fp8.decode_hot_rows(q, *caches, *plan, **server.options(wait=False))
@@ -100,3 +101,15 @@ def test_rows_that_were_copied_late_count(device, monkeypatch):
     server.step(0)
     (_, lse), (_, want), *_ = server.step(1, wait=False)
     assert (lse - want).abs().amax() > 0.1
+
+
+def test_not_waiting_without_hits_is_refused():
+    server = Server("dsv32", "cpu")
+    plan = server.resolve(server.choose(0))
+    q = torch.zeros(len(plan[3]), HEADS, 576, dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"mla_fp8\.decode_hot_rows: expected hit_rows with wait=False, got none"
+    ):
+        mla_fp8.decode_hot_rows(
+            q, server.host, server.hot, *plan, **server.options(wait=False, hit_rows=None)
+        )

@@ -27,6 +27,7 @@ def given(name: str, device: str) -> dict[str, object]:
     if name == "resolve_hot_rows_out":
         arguments |= {"out_attention_rows": arguments["out_hot_rows"].clone(), "attention_page_stride": 2}
         arguments["out_lens"] = arguments["out_miss_counts"].clone()
+        arguments["out_hit_rows"] = arguments["out_hot_rows"].clone()
     if name == "compress_kv":
         arguments["out_latent"] = torch.zeros(len(tensors[0]), 512, dtype=torch.bfloat16, device=device)
     for out, like in (("out_q_a", "q_a"), ("out_kv", "kv"), ("out_k_rope", "k_rope")):

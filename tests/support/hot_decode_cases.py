@@ -27,6 +27,7 @@ class Server:
         self.held = torch.full((requests, HOT), -1, dtype=torch.int32, device=device)
         self.order = torch.arange(HOT, dtype=torch.int16, device=device).repeat(requests, 1)
         self.table = torch.randperm(requests * PAGES, device=device).view(requests, PAGES).int()
+        self.hit_rows: Tensor | None = None  # of the last plan
         self.sink = torch.randn(HEADS, device=device)
         window = self.layout.empty(2, PAGE, device)
         latent = torch.randn(2 * PAGE, self.layout.head_dim_qk, device=device).bfloat16()
@@ -48,14 +49,22 @@ class Server:
         return entries.int().to(self.device)
 
     def resolve(self, entries: Tensor) -> tuple[Tensor, ...]:
+        self.hit_rows = torch.empty_like(entries)
+        rows = {f"out_{x}_rows": torch.empty_like(entries) for x in ("hot", "miss_host", "miss_hot")}
         return mla_fp8.resolve_hot_rows(
             entries, self.held, self.order, self.table, num_host_rows=len(self.rows), host_page_size=PAGE,
-            next_n=self.next_n,
+            next_n=self.next_n, **rows, out_miss_counts=torch.empty_like(entries[:, 0]),
+            out_hit_rows=self.hit_rows,
         )  # fmt: skip
 
     def options(self, **more) -> dict:
         sizes = {"layout": self.layout, "host_page_size": PAGE, "hot_page_size": HOT}
-        return sizes | {"sm_scale": 0.04, "attn_sink": self.sink, "next_n": self.next_n} | more
+        return (
+            sizes
+            | {"sm_scale": 0.04, "attn_sink": self.sink, "next_n": self.next_n}
+            | {"hit_rows": self.hit_rows}
+            | more
+        )
 
     def slots(self, entries: Tensor) -> Tensor:
         request = torch.arange(len(entries), device=self.device)[:, None] // self.next_n

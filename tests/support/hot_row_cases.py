@@ -70,7 +70,7 @@ def check(case: Case, device: str) -> None:
     """Both forms against the specification: results, state, counters; nothing behind a count is written."""
     rows, k = case.entries.shape
     held, order = case.held.clone(), case.order.clone()
-    want, plan, counts = reference.resolve_hot_rows(
+    want, hits, plan, counts = reference.resolve_hot_rows(
         case.entries, held, order, case.tables, requests=case.requests, states=case.states,
         next_n=case.next_n, lengths=case.entry_lens,
     )  # fmt: skip
@@ -97,6 +97,7 @@ def check(case: Case, device: str) -> None:
             options["out_attention_rows"] = torch.full((rows, k), POISON, dtype=torch.int32, device=device)
             options["attention_page_stride"] = case.tables.hot_page_size + 3
             options["out_lens"] = torch.full((rows,), POISON, dtype=torch.int32, device=device)
+            options["out_hit_rows"] = torch.full((rows, k), POISON, dtype=torch.int32, device=device)
         got = mla_fp8.resolve_hot_rows(case.entries.to(device), *state, **options)
         same(got[0], want, "hot_rows")
         same(got[1], host if out else host.where(host != POISON, -1), "miss_host_rows")
@@ -112,4 +113,5 @@ def check(case: Case, device: str) -> None:
             apart = apart.long().where((want >= 0) & (apart.long() >= 0), -1)
             same(options["out_attention_rows"], apart, "attention_rows")
             same(options["out_lens"], (want >= 0).sum(1).reshape(rows), "lens")
+            same(options["out_hit_rows"], hits, "hit_rows")
     case.held, case.order = held, order

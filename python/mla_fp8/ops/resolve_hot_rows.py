@@ -34,6 +34,7 @@ def resolve_hot_rows(
     out_attention_rows: torch.Tensor | None = None,
     attention_page_stride: int = 0,
     out_lens: torch.Tensor | None = None,
+    out_hit_rows: torch.Tensor | None = None,
 ) -> HotRows:
     """Find which chosen entries lie in a hot buffer, make room for the others, and plan what to copy.
 
@@ -70,6 +71,7 @@ def resolve_hot_rows(
         out_attention_rows: [num_rows, k] int32: hot rows if pages were ``attention_page_stride`` rows apart.
         attention_page_stride: With ``out_attention_rows``.
         out_lens: [num_rows] int32: entries that have a row.
+        out_hit_rows: [num_rows, k] int32: hot rows, -1 for those of the plan.
 
     Returns:
         (hot_rows, miss_host_rows, miss_hot_rows, miss_counts): [num_rows, k] each, counts [num_rows]. The
@@ -92,7 +94,7 @@ def resolve_hot_rows(
         "out_hot_rows": out_hot_rows, "out_miss_host_rows": out_miss_host_rows,
         "out_miss_hot_rows": out_miss_hot_rows, "out_miss_counts": out_miss_counts,
     }  # fmt: skip
-    more = {"out_attention_rows": out_attention_rows, "out_lens": out_lens}
+    more = {"out_attention_rows": out_attention_rows, "out_lens": out_lens, "out_hit_rows": out_hit_rows}
     if not all_given("resolve_hot_rows", **outputs):
         for name, buffer in more.items():
             if buffer is not None:
