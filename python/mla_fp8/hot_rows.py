@@ -1,5 +1,7 @@
 """Attention over a hot buffer: behind the copies that :func:`resolve_hot_rows` planned, or beside them."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ def decode_hot_rows(
     hit_rows: Tensor | None = None,
     wait: bool = True,
     next_n: int = 1,
-    copy_stream: torch.cuda.Stream | None = None,
+    hit_stream: torch.cuda.Stream | None = None,
     max_blocks: int = 16,
 ) -> tuple[Tensor, Tensor]:
     """Copy what :func:`resolve_hot_rows` planned, and attend to the hot buffer.
@@ -63,8 +65,8 @@ def decode_hot_rows(
             alone.
         wait: Whether attention waits for the copies.
         next_n: As in the call that planned. Only ``wait=False`` looks at it.
-        copy_stream: Of the copies without waiting, by default one of PyTorch's pool. They begin behind what
-            is on the caller's stream, which waits for their end.
+        hit_stream: Of attention to ``hit_rows``, by default one of PyTorch's pool. It begins behind what is
+            on the caller's stream, which waits for its end.
         max_blocks: As in :func:`copy_host_rows`.
 
     Returns:
@@ -93,23 +95,33 @@ def decode_hot_rows(
 
     if hit_rows is None:
         raise ValueError("mla_fp8.decode_hot_rows: expected hit_rows with wait=False, got none")
-    if q.is_cuda:  # copies first: attention leaves no room beside it
-        here, beside = torch.cuda.current_stream(q.device), copy_stream or torch.cuda.Stream(q.device)
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
-            copy()
     outs = q.new_empty((2, *q.shape[:2], HEAD_DIM_V))
     lses = q.new_empty(outs.shape[:3], dtype=torch.float32)
     first: dict[str, Any] = {"out": outs[0], "lse": lses[0]}
     second: dict[str, Any] = {"out": outs[1], "lse": lses[1]}
-    sparse_decode(q, hot_cache, hit_rows, **rows, **extra, **first)
+    with _beside(hit_stream, copy, q.device):
+        sparse_decode(q, hot_cache, hit_rows, **rows, **extra, **first)
     # Of a request's only row the misses are its plan.
     late, lengths = (
         (miss_hot_rows, miss_counts) if next_n == 1 else (hot_rows.masked_fill(hit_rows >= 0, -1), None)
     )
-    if q.is_cuda:
-        here.wait_stream(beside)
-    else:
-        copy()
     sparse_decode(q, hot_cache, late, topk_length=lengths, **rows, **second)
     return merge_partial_states(outs, lses, attn_sink=attn_sink)
+
+
+@contextmanager
+def _beside(
+    stream: torch.cuda.Stream | None, first: Callable[[], None], device: torch.device
+) -> Iterator[None]:
+    """Beside ``first``, on another stream of a GPU. ``first`` begins first: attention leaves it no SM."""
+    if device.type != "cuda":
+        yield
+        first()
+        return
+    here, beside = torch.cuda.current_stream(device), stream or torch.cuda.Stream(device)
+    ready = here.record_event()
+    first()
+    beside.wait_event(ready)
+    with torch.cuda.stream(beside):
+        yield
+    here.wait_stream(beside)
