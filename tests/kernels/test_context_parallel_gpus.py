@@ -61,7 +61,7 @@ def replayed_graphs(rank: Rank) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(steps):
-            gathered = rank.exchange.gather_queries(q)
+            gathered = rank.exchange.gather_queries(q).clone()  # behind merge, the next call may write it
             got = rank.exchange.merge(out, lse)
     for replay in range(1000):
         got[0].fill_(torch.nan)
