@@ -4,7 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
-#include <tuple>
+#include <type_traits>
 
 #include "cuda/sparse_attention/plan.h"
 
@@ -14,13 +14,27 @@ namespace mla_fp8::gpu {
 // that plans look at.
 template <auto kMake>
 auto planned(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  auto shape =
-      std::make_tuple(op, gpu.major, gpu.num_sms, p.layout, p.extra_layout, p.num_tokens, p.num_q_heads,
-                      p.num_scopes, p.scopes[0].topk, p.num_scopes > 1 ? p.scopes[1].topk : 0,
-                      p.window.num_requests, p.query_groups, p.workspace_floats, p.is_window,
-                      p.has_entry_pages, p.batch_invariant, p.workspace != nullptr, p.shared_keys != nullptr);
+  const auto number = [](auto x) { return static_cast<int64_t>(x); };
+  const std::array shape{number(op),
+                         number(gpu.major),
+                         number(gpu.num_sms),
+                         number(p.layout),
+                         number(p.extra_layout),
+                         number(p.num_tokens),
+                         number(p.num_q_heads),
+                         number(p.num_scopes),
+                         number(p.scopes[0].topk),
+                         number(p.num_scopes > 1 ? p.scopes[1].topk : 0),
+                         number(p.window.num_requests),
+                         number(p.query_groups),
+                         number(p.workspace_floats),
+                         number(p.is_window),
+                         number(p.has_entry_pages),
+                         number(p.batch_invariant),
+                         number(p.workspace != nullptr),
+                         number(p.shared_keys != nullptr)};
   struct Kept {
-    decltype(shape) of;
+    std::remove_const_t<decltype(shape)> of;
     decltype(kMake(op, p, gpu)) value;
   };
   constexpr size_t kPlaces = 31;
