@@ -48,7 +48,7 @@ _NEEDS: probes.Needs = {
             "positions", "q_c", "q_nope", "q_pe", "index_q_fp8", "index_k", "index_weights_out", "kv_c",
             "k_pe", "ql_nope", "mqa_q", "output",
         ),
-        "get_forward_context": (), "get_attention_context": ("layer_name",), "CUDAGraphMode.PIECEWISE": (),
+        "get_forward_context": (), "get_attention_context": ("layer_name",),
     },
     vllm_sparse.MODULE: {
         "FlashMLASparseImpl.forward_mqa": ("q",), "FlashMLASparseImpl.record_logical_topk_ready": (),
@@ -149,7 +149,7 @@ def _forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
         index = indexer.wk_weights_proj(hidden_states)[0]
         index_k, index_weights = index[:, : indexer.head_dim], index[:, indexer.head_dim :]
     q_c, kv_c, k_pe = _keys(self, positions, qkv, index_k, indexer, context)
-    if indexer is not None and not _writes_all_positions(metadata, context.cudagraph_runtime_mode):
+    if indexer is not None and not vllm_indexer.serves():  # whose top-k leaves nothing as it was
         self.topk_indices_buffer[:num_tokens] = -1
 
     q = self.q_b_proj(q_c)[0].view(-1, heads, self.qk_head_dim)
@@ -168,15 +168,6 @@ def _forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
         queries.q_pe, output,
     )  # fmt: skip
     return self.o_proj(output)[0]  # type: ignore[no-any-return]
-
-
-def _writes_all_positions(metadata: Any, mode: Any) -> bool:
-    """Whether the top-k leaves nothing as it was in the rows that attention reads: ours, or vLLM's of decode.
-    A piece of a graph is replayed for prompts, too."""
-    if vllm_indexer.serves():
-        return True
-    pieces = mode == import_module(MODULE).CUDAGraphMode.PIECEWISE
-    return not pieces and metadata is not None and metadata.num_decode_tokens == metadata.num_actual_tokens
 
 
 def _keys(
