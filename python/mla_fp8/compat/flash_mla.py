@@ -31,7 +31,7 @@ _ALIGNMENT = 16  # bytes, of the rows that our ops read
 _ANY = -1  # of a shape
 _FOUR, _PAGES = (_ANY,) * 4, (_ANY, _ANY, 1, _ANY)
 _INF, _NAN = float("inf"), float("nan")
-# What the ops do not take as it is: copied then, or refused with the caller's names.
+# Errors of ops with FlashMLA's shapes. The call is then made again: with copies, or it names what is wrong.
 _REFUSED = (RuntimeError, ValueError, TypeError, AttributeError)
 _DECODE, _PREFILL = "mla_fp8.flash_mla_with_kvcache", "mla_fp8.flash_mla_sparse_fwd"
 
@@ -212,7 +212,7 @@ def _prefill_as_given(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float,
     attn_sink: torch.Tensor | None, topk_length: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:  # fmt: skip
-    """The same of prefill."""
+    """As :func:`_decode_as_given`, of prefill."""
     try:
         refuse_gradients("sparse_prefill", q=q, kv=kv, attn_sink=attn_sink)
         _, heads, head_dim = q.shape
