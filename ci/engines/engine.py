@@ -184,7 +184,7 @@ def turn(args: argparse.Namespace):
 
 def kernels(run) -> collections.Counter:
     """Of each kernel in ``run()``: (name, "us") is its microseconds, as `report.each_once` counts them;
-    (name, "n") is its launches.
+    (name, "n") is its launches, (name, "graph") those of them in CUDA graphs, whose kernels have one number.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -195,8 +195,11 @@ def kernels(run) -> collections.Counter:
     on_gpu = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     times = each_once((e.name[:200], e.time_range.start, e.time_range.end) for e in on_gpu)
     launches = collections.Counter(e.name[:200] for e in on_gpu)
+    of_call = collections.Counter(e.id for e in on_gpu)
+    in_graphs = collections.Counter(e.name[:200] for e in on_gpu if of_call[e.id] > 1)
     found = collections.Counter({(name, "us"): us for name, us in times.items()})
     found.update({(name, "n"): n for name, n in launches.items()})
+    found.update({(name, "graph"): n for name, n in in_graphs.items()})
     return found
 
 
@@ -225,10 +228,12 @@ def timed(llm, args: argparse.Namespace) -> dict:
     return result
 
 
-def per(found: collections.Counter, number: int) -> dict[str, tuple[float, float]]:
-    """(microseconds, launches) of each kernel, of one of ``number`` steps."""
+def per(found: collections.Counter, number: int) -> dict[str, tuple[float, float, float]]:
+    """(microseconds, launches, those in graphs) of each kernel, of one of ``number`` steps."""
     return {
-        name: (us / number, found[name, "n"] / number) for (name, what), us in found.items() if what == "us"
+        name: (us / number, found[name, "n"] / number, found[name, "graph"] / number)
+        for (name, what), us in found.items()
+        if what == "us"
     }
 
 

@@ -72,9 +72,9 @@ def part_of(kernel: str) -> str:
 
 
 class Step:
-    """A step's kernels, (microseconds, launches) by name, as those of a layer by part."""
+    """A step's kernels, (microseconds, launches, those in graphs) by name, as those of a layer by part."""
 
-    def __init__(self, kernels: dict[str, tuple[float, float]], layers: int) -> None:
+    def __init__(self, kernels: dict[str, tuple[float, float, float]], layers: int) -> None:
         self.kernels, self.layers = kernels, layers
         self.parts = {
             part: tuple(
@@ -97,23 +97,26 @@ class Step:
     def launches(self) -> float:
         """Launches of a layer that are neither of NOT_OURS nor the engine's norms and activation.
 
-        What runs at most in half of the layers belongs to the step.
+        What runs at most in half of the layers belongs to the step, and so does what runs beside a graph.
         """
         others = (*NOT_OURS, "norms, activation")
-        counts = [n for name, (_, n) in self.kernels.items() if part_of(name) not in others]
+        where = 2 if any(in_graphs for *_, in_graphs in self.kernels.values()) else 1
+        counts = [each[where] for name, each in self.kernels.items() if part_of(name) not in others]
         return sum(n for n in counts if 2 * n > self.layers) / self.layers
 
     def longest(self, part: str, most: int = 3) -> list[str]:
-        named = sorted((us, name) for name, (us, _) in self.kernels.items() if part_of(name) == part)
+        named = sorted((us, name) for name, (us, *_) in self.kernels.items() if part_of(name) == part)
         return [f"{us:.1f} us {name[:90]}" for us, name in named[::-1][:most]]
 
     def named(self) -> list[str]:
-        """Every kernel that is counted in `launches`, with its launches and microseconds in a layer."""
+        """Every kernel of the parts that `launches` counts, with its launches, those in graphs, and
+        microseconds in a layer."""
         counted = [part for part in ALL if part not in (*NOT_OURS, "norms, activation")]
         return [
-            f"{part}: {name[:90]}, {n / self.layers:.2f} x, {us / self.layers:.2f} us"
+            f"{part}: {name[:90]}, {n / self.layers:.2f} x ({graph / self.layers:.2f}), "
+            f"{us / self.layers:.2f} us"
             for part in counted
-            for name, (us, n) in sorted(self.kernels.items())
+            for name, (us, n, graph) in sorted(self.kernels.items())
             if n and part_of(name) == part
         ]
 

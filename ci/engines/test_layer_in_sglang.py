@@ -8,6 +8,7 @@ import without_gpu
 
 without_gpu.pretend_sglang()
 
+import contextlib
 import os
 from importlib import import_module
 from types import SimpleNamespace
@@ -211,6 +212,68 @@ def test_rows_are_written_once(monkeypatch):
         layer = SimpleNamespace(layer_id=layer_id, use_prefill_attention_wrapper=False)
         attention.RadixAttention.forward(layer, None, None, None, batch)
     assert seen == [False, True]
+
+
+class Prompts:
+    """What SGLang's _get_topk_ragged asks: logits of any ``rows`` are their numbers, chunks have ``most``."""
+
+    def __init__(self, monkeypatch, rows: int, most: int | None) -> None:
+        self.rows, self.chosen = rows, []
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        self.attn_metadata = SimpleNamespace(topk_indices_offset=None)
+        for name, found in {
+            "get_logical_page_table": table, "get_indexer_seq_len_cpu": torch.tensor([rows]),
+            "get_indexer_seq_len": torch.tensor([rows]), "get_token_to_batch_idx": torch.zeros(rows).int(),
+            "get_indexer_kvcache_range": (torch.zeros(rows).int(), torch.arange(rows).int()),
+            "get_seqlens_expanded": torch.arange(rows).int(),
+        }.items():  # fmt: skip
+            setattr(self, name, lambda found=found: found)
+        keys = torch.zeros(rows, INDEX, dtype=torch.uint8), torch.zeros(rows, 4, dtype=torch.uint8)
+        pool = SimpleNamespace(index_page_size=PAGE, get_index_k_scale_buffer=lambda *args: keys)
+        logits = lambda q, *args, **options: q[:, 0, :1].float().expand(-1, rows)  # noqa: E731
+        bytes_of_row = rows * INDEXER.Indexer._MQA_LOGITS_BYTES_PER_ELEM
+        for name, value in {
+            "get_token_to_kv_pool": lambda: pool, "resolve_fp8_mqa_logits_fn": lambda: logits,
+            "mqa_logits_should_chunk": lambda **given: (most is not None, (most or 0) * bytes_of_row),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(INDEXER, name, value)
+
+    def topk_transform(self, logits, topk, **unused):
+        self.chosen.append(logits[:, :1].int().expand(-1, topk).contiguous())
+        return self.chosen[-1]
+
+
+@pytest.mark.parametrize("padding, most", [(0, None), (3, None), (0, 4), (3, 4)])
+def test_prompts_attend_to_what_the_topk_wrote(padding, most, monkeypatch):
+    """The positions that SGLang's own method returns; not copied where they are whole."""
+    rows = 10
+    indexer = INDEXER.Indexer.__new__(INDEXER.Indexer)
+    torch.nn.Module.__init__(indexer)
+    vars(indexer).update(
+        index_topk=TOPK, _with_real_sm_count=contextlib.nullcontext,
+        _get_mqa_logits_budget_bytes=lambda index: 0, _mask_init_and_local_tokens=lambda *args: None,
+        _pad_heads_for_deep_gemm=lambda q, weights: (q, weights, None),
+    )  # fmt: skip
+    numbers = torch.arange(rows + padding, dtype=torch.float32)[:, None, None]
+
+    class Numbered(torch.Tensor):  # SGLang asks for the device's number
+        device = property(lambda self: torch.device("cpu", 0))
+
+    q = numbers.expand(-1, 1, INDEX).to(torch.float8_e4m3fn).as_subclass(Numbered)
+    batch = SimpleNamespace(
+        forward_mode=Mode(False), seq_lens_cpu=torch.ones(1), extend_seq_lens_cpu=torch.ones(1)
+    )
+    batch.forward_mode.is_extend_without_speculative = lambda: True
+    prompts = Prompts(monkeypatch, rows, most)
+    method = INDEXER.Indexer._get_topk_ragged
+    got = method(indexer, False, batch, LAYER, q, torch.zeros(rows, 1, 1), prompts)
+    want = torch.full((rows + padding, TOPK), -1, dtype=torch.int32)
+    want[:rows] = torch.arange(rows)[:, None]
+    assert got.dtype is torch.int32 and torch.equal(got, want)
+    assert (got is prompts.chosen[0]) == (not padding and most is None)
+    into = torch.full_like(want, -1)  # of a graph
+    assert method(indexer, False, batch, LAYER, q, torch.zeros(rows, 1, 1), prompts, into) is into
+    assert torch.equal(into, want)
 
 
 def test_two_tensors_are_still_concatenated():

@@ -1,9 +1,11 @@
 """What ci/engines does around engines: fatbins trimmed, kernels attributed, verdicts."""
 
+import contextlib
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import peer_standins
 import pytest
@@ -88,8 +90,26 @@ def test_a_kernel_belongs_to_one_part(kernel, part, tools):
 def test_launches_of_a_step_are_not_those_of_a_layer(tools):
     import parts  # noqa: PLC0415
 
-    kernels = {"attention_decode": (60, 6), "memcpy": (5, 5), "fill_functor": (1, 1), "nvjet_tst": (90, 12)}
-    assert parts.Step(kernels, layers=6).launches == 11 / 6
+    eager = {"attention_decode": (60, 6), "memcpy": (5, 5), "fill_functor": (1, 1), "nvjet_tst": (90, 12)}
+    assert parts.Step({name: (*each, 0) for name, each in eager.items()}, layers=6).launches == 11 / 6
+    graph = {"attention_decode": (60, 6, 6), "memcpy": (9, 9, 0), "copy": (8, 8, 6), "nvjet_tst": (9, 9, 9)}
+    assert parts.Step(graph, layers=6).launches == 12 / 6
+
+
+def test_kernels_of_a_graph_are_told_by_the_number_that_they_share(tools, monkeypatch):
+    import engine  # noqa: PLC0415
+
+    def event(name, number, begin):
+        of_gpu = torch.autograd.DeviceType.CUDA
+        return SimpleNamespace(
+            name=name, id=number, device_type=of_gpu, time_range=SimpleNamespace(start=begin, end=begin + 2)
+        )
+
+    events = [event("copy", 1, 0), event("copy", 2, 5), event("attention", 2, 9), event("copy", 3, 20)]
+    profiler = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda **options: profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert engine.per(engine.kernels(lambda: None), 2) == {"copy": (3, 1.5, 0.5), "attention": (1, 0.5, 0.5)}
 
 
 def test_kernels_that_overlap_are_counted_once(tools):
@@ -158,8 +178,8 @@ def test_who_writes_rows_is_compared_with_attention_over_bf16_rows_where_all_key
 
 
 def step(**kernels) -> dict:
-    """A step of two layers; the kernels' microseconds by name, two launches each."""
-    return {"layers": 2, "timed": {"8": {"decode": {name: [us, 2] for name, us in kernels.items()}}}}
+    """A step of two layers; the kernels' microseconds by name, two launches each, in a graph."""
+    return {"layers": 2, "timed": {"8": {"decode": {name: [us, 2, 2] for name, us in kernels.items()}}}}
 
 
 STOCK = step(flash_fwd_splitkv_mla=40.0, FillFunctor=8.0, nvjet=52.0)
@@ -185,8 +205,8 @@ def test_kernel_times_are_compared_per_layer(tools):
         assert line in table
     assert any(line.startswith("| without GEMMs") and line.endswith(" | 24.0 | 10.0 |") for line in table)
     names = table[table.index("stock-16-fp8_ds_mla-speed, decode, 8 x 4096:") + 1 :]
-    assert names[0] == "attention: flash_fwd_splitkv_mla, 1.00 x, 20.00 us"
-    assert names[1] == "copies, fills: FillFunctor, 1.00 x, 4.00 us"
+    assert names[0] == "attention: flash_fwd_splitkv_mla, 1.00 x (1.00), 20.00 us"
+    assert names[1] == "copies, fills: FillFunctor, 1.00 x (1.00), 4.00 us"
     csv = report.csv_of_steps(found, "a GPU")
     assert "a GPU,vLLM 0,V3.2,16,decode,8,4096,ours,attention,10.00,1.00\n" in csv
 

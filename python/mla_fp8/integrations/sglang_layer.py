@@ -8,7 +8,8 @@ forward_absorb_prepare          norms of q_a and kv_a, RoPE, rows and index keys
                                 launch. Queries of attention and of the indexer: one launch, behind what the
                                 batched GEMM wrote of a tensor [tokens, heads, 576]
 methods of Indexer              give what is prepared already. Logits, top-k, and what short prompts do
-                                without them, are SGLang's
+                                without them, are SGLang's. Prompts attend to what the top-k wrote
+                                (sglang_choice.py)
 RadixAttention.forward          does not write again the rows of a layer
 concat_mla_absorb_q_general     parts of one tensor are that tensor
 ==============================  =========================================================================
@@ -32,6 +33,7 @@ from ..ops.prepare_keys import prepare_keys
 from ..ops.prepare_queries import PreparedQueries, prepare_queries
 from .layer_shared import ROPE_DIM, Refusals, first, of_dims, tables
 from .log import say_once
+from .sglang_choice import get_topk_ragged
 
 _LAYERS = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer"
@@ -45,6 +47,7 @@ _READY = "mla_fp8_ready"  # attribute of an Indexer: what its next call is given
 KNOWN = {  # sources of what _prepare does step by step, and of what calls the Indexer's methods
     f"{_LAYERS}.DeepseekMLAForwardMixin.forward_absorb_prepare": {"0a545db9d4541b80": "0.5.23"},
     f"{_INDEXER}.Indexer.forward_cuda": {"89bb59f2898d287c": "0.5.23"},
+    f"{_INDEXER}.Indexer._get_topk_ragged": {"34aecba1fd46538f": "0.5.23"},
 }
 _NEEDS: probes.Needs = {
     _LAYERS: {
@@ -58,6 +61,9 @@ _NEEDS: probes.Needs = {
     _INDEXER: {
         "Indexer._fused_q_prepare_and_store": (), "Indexer._fused_k_weights": (),
         "Indexer._fused_k_prepare_and_store": (), "is_cp_active": (),
+        "Indexer._get_topk_ragged": (
+            "enable_dual_stream", "forward_batch", "layer_id", "q_fp8", "weights", "metadata", "topk_result",
+        ),
     },
     _ATTENTION: {"RadixAttention.forward": ("q", "k", "v", "forward_batch", "save_kv_cache")},
     _CONCAT: {"concat_mla_absorb_q_general": ("q_nope", "q_rope")},
@@ -374,6 +380,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     f"{_INDEXER}.Indexer._fused_q_prepare_and_store": fused_q_prepare_and_store,
     f"{_INDEXER}.Indexer._fused_k_weights": fused_k_weights,
     f"{_INDEXER}.Indexer._fused_k_prepare_and_store": fused_k_prepare_and_store,
+    f"{_INDEXER}.Indexer._get_topk_ragged": get_topk_ragged,
     f"{_ATTENTION}.RadixAttention.forward": attention_forward,
     f"{_CONCAT}.concat_mla_absorb_q_general": concat_mla_absorb_q_general,
 }
