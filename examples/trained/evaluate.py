@@ -17,20 +17,26 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-NEEDLES, ASKED, VALUES = 32, 16, 4  # of a text
+SPACING = 64  # tokens of text for each needle
+ASKED, VALUES = 16, 4  # questions of a text, at most; tokens of an answer
 QUESTIONS = {2048: 2000, 4096: 2000, 16384: 304}
 BATCH, PROMPT, NEW = 32, 4096, 128  # what is timed
 
 
+def text(length: int, vocabulary: int, generator):
+    import tasks
+
+    needles = length // SPACING
+    return tasks.make(1, length, needles, VALUES, vocabulary, generator, at_end=min(ASKED, needles))
+
+
 def prompts(length: int, number: int, vocabulary: int) -> tuple[list[list[int]], list[list[int]]]:
     """Questions, each behind its text, and their answers. Questions of one text follow each other."""
-    import tasks
     import torch
 
     asked, answers = [], []
-    for text in range(-(-number // ASKED)):
-        generator = torch.Generator().manual_seed(1_000_000 * length + text)
-        t = tasks.make(1, length, NEEDLES, VALUES, vocabulary, generator, at_end=ASKED)
+    while len(asked) < number:
+        t = text(length, vocabulary, torch.Generator().manual_seed(1_000_000 * length + len(asked)))
         line = t.tokens[0].tolist()
         begin = int(t.questions[0, 0])
         for at in t.questions[0].tolist():

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 EPS = 1e-6
 LATENT, ROPE, NOPE, VALUE, INDEX_DIM = 512, 64, 128, 128, 128
+SAME = 8  # first dims of the embedding, at first the same for all tokens
 
 
 @dataclass(frozen=True)
 class Config:
-    vocabulary: int = 8192
+    vocabulary: int = 4096
     hidden: int = 512
     layers: int = 6
     heads: int = 8
@@ -53,13 +54,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, EPS)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), EPS)
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
     layer = nn.Linear(inputs, outputs, bias=False)
     nn.init.normal_(layer.weight, std=inputs**-0.5)
     return layer
+
+
+def frequencies() -> Tensor:
+    return 10000.0 ** (-torch.arange(0, ROPE, 2, dtype=torch.float64) / ROPE)
 
 
 def rotate(x: Tensor, angles: Tensor, *, halves: bool) -> Tensor:
@@ -88,11 +93,12 @@ class Indexer(nn.Module):
         """Logits [batch, rows, length] of queries at positions ``rows``; -inf for what comes later."""
         q = rotate(self.wq_b(q_a[:, rows]).unflatten(-1, (self.heads, -1)), angles[rows], halves=True)
         k = rotate(self.k_norm(self.wk(x))[:, :, None], angles, halves=True)[:, :, 0]
-        weights = self.weights_proj(x[:, rows]) * (self.heads * INDEX_DIM) ** -0.5
+        weights = (self.weights_proj(x[:, rows]).float() * (self.heads * INDEX_DIM) ** -0.5).mT[..., None]
         logits = torch.zeros(len(x), len(rows), x.shape[1], device=x.device)
-        for some in torch.arange(self.heads, device=x.device).split(8):  # memory
+        for first in range(0, self.heads, 8):  # memory
+            some = slice(first, first + 8)
             products = torch.einsum("bqhd,bnd->bhqn", q[:, :, some], k).relu()
-            logits = logits + torch.einsum("bhqn,bqh->bqn", products, weights[:, :, some]).float()
+            logits = logits + (products * weights[:, some]).sum(1)
         later = torch.arange(x.shape[1], device=x.device) > rows[:, None]
         return logits.masked_fill(later, float("-inf"))
 
@@ -124,11 +130,8 @@ class Attention(nn.Module):
         q = torch.cat([q_nope, rotate(q_pe, angles, halves=False)], -1).transpose(1, 2)
         k, v = torch.cat([k_nope, k_pe], -1).transpose(1, 2), v.transpose(1, 2)
         mask = self.chosen(x, q_a, angles) if sparse and x.shape[1] > self.topk else None
-        if mask is None:
-            v = F.pad(v, (0, NOPE + ROPE - VALUE))  # one size of heads, as fast kernels want
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)[..., :VALUE]
-        else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        v = F.pad(v, (0, NOPE + ROPE - VALUE))  # one size of heads, as fast kernels want
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)[..., :VALUE]
         distance = None
         if rows is not None:
             distance = self.distance(x.detach(), q_a.detach(), q.detach(), k.detach(), angles, rows)
@@ -139,10 +142,10 @@ class Attention(nn.Module):
         """[batch, 1, length, length]: the indexer's best of each query."""
         length = x.shape[1]
         mask = torch.zeros(len(x), 1, length, length, dtype=torch.bool, device=x.device)
-        for rows in torch.arange(length, device=x.device).split(512):
-            logits = self.indexer(x, q_a, angles, rows)
-            best = logits.topk(self.topk, -1)
-            mask[:, 0, rows] = mask[:, 0, rows].scatter(-1, best.indices, best.values > float("-inf"))
+        every = torch.arange(length, device=x.device)
+        for rows, part in zip(every.split(512), mask[:, 0].split(512, 1), strict=True):
+            best = self.indexer(x, q_a, angles, rows).topk(self.topk, -1, sorted=False)
+            part.scatter_(-1, best.indices, best.values > float("-inf"))
         return mask
 
     def distance(self, x: Tensor, q_a: Tensor, q: Tensor, k: Tensor, angles: Tensor, rows: Tensor) -> Tensor:
@@ -151,9 +154,25 @@ class Attention(nn.Module):
             logits = (q[:, :, rows] @ k.mT).float() * (NOPE + ROPE) ** -0.5
             later = torch.arange(x.shape[1], device=x.device) > rows[:, None]
             target = logits.masked_fill(later, float("-inf")).softmax(-1).mean(1)
-        found = self.indexer(x, q_a, angles, rows).log_softmax(-1)
-        each = target * (target.clamp_min(1e-9).log() - found.masked_fill(later, 0))
-        return each.sum(-1).mean()
+        with torch.enable_grad():
+            found = self.indexer(x, q_a, angles, rows).log_softmax(-1)
+            each = target * (target.clamp_min(1e-9).log() - found.masked_fill(later, 0))
+            return each.sum(-1).mean()
+
+    @torch.no_grad()
+    def look_back(self, same: Tensor) -> None:
+        """Half of the heads begin with attention to the token before. ``same`` [hidden] is in every input.
+
+        From it come keys and queries whose rotated pairs are the same for all tokens, the queries' one
+        position back. Slow pairs are left out: they do not tell neighbours apart.
+        """
+        size, fast = 8.0, frequencies()[: ROPE // 6].float()
+        self.kv_a_proj_with_mqa.weight[LATENT:][0 : 2 * len(fast) : 2] += size * same / same.dot(same)
+        compressed = self.q_a_proj.weight @ same
+        compressed = size * compressed / compressed.dot(compressed)
+        heads = self.q_b_proj.weight.view(self.heads, NOPE + ROPE, -1)[: (self.heads + 1) // 2, NOPE:]
+        heads[:, 0 : 2 * len(fast) : 2] += torch.outer(fast.cos(), compressed)
+        heads[:, 1 : 2 * len(fast) : 2] -= torch.outer(fast.sin(), compressed)
 
 
 class MLP(nn.Module):
@@ -190,8 +209,14 @@ class Model(nn.Module):
         self.lm_head = linear(c.hidden, c.vocabulary)
         # A copied token is likely from the beginning on.
         self.lm_head.weight.data = 0.3 * c.hidden**-0.5 * self.model.embed_tokens.weight.data.clone()
-        frequency = 10000.0 ** (-torch.arange(0, ROPE, 2, dtype=torch.float64) / ROPE)
-        angles = (torch.arange(c.max_length, dtype=torch.float64)[:, None] * frequency).float()
+        # So does a token know the one before it: copying needs both.
+        same = torch.zeros(c.hidden)
+        same[:SAME] = 4
+        self.model.embed_tokens.weight.data[:, :SAME] = 0
+        self.model.embed_tokens.weight.data += same
+        size = (1 + SAME * (same[0] ** 2 - 1) / c.hidden).sqrt()
+        self.model.layers[0].self_attn.look_back(same / size)
+        angles = (torch.arange(c.max_length, dtype=torch.float64)[:, None] * frequencies()).float()
         self.register_buffer("angles", angles, persistent=False)
 
     def forward(
@@ -206,7 +231,9 @@ class Model(nn.Module):
             x = x + out
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         x = self.model.norm(x[at[:, 0], at[:, 1]])
-        return self.lm_head(x), torch.stack(distances).mean() if distances else x.new_zeros(())
+        with torch.enable_grad():  # the indexers' own; see Attention.distance
+            distance = torch.stack(distances).mean() if distances else x.new_zeros(())
+        return self.lm_head(x), distance
 
     def indexer_parameters(self) -> list[nn.Parameter]:
         return [p for name, p in self.named_parameters() if ".indexer." in name]

@@ -32,8 +32,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def training(out: Path) -> train.Training:
-    return train.Training(argparse.Namespace(out=out, device="cpu", seed=0, tiny=True))
+def training(out: Path, seconds: float | None = None) -> train.Training:
+    return train.Training(argparse.Namespace(out=out, device="cpu", seed=0, tiny=True, seconds=seconds))
 
 
 @pytest.mark.parametrize("values", [tasks.SHORT, tasks.LONG])
@@ -71,6 +71,7 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
         one_step(self, phase)
 
     monkeypatch.setattr(train, "SAVE_SECONDS", 0)
+    monkeypatch.setattr(train, "LOOK", 1)
     monkeypatch.setattr(train.Training, "one_step", stops)
     with pytest.raises(KeyboardInterrupt):
         training(parts).run()
@@ -78,6 +79,57 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.M
     training(parts).run()
     found = [torch.load(folder / "state.pt", weights_only=True)["model"] for folder in (whole, parts)]
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_phases_share_the_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(train.time, "time", lambda: now[0])
+    monkeypatch.setattr(train, "LOOK", 1)
+
+    def one_step(self: train.Training, phase: train.Phase) -> None:
+        now[0] += 1
+
+    monkeypatch.setattr(train.Training, "one_step", one_step)
+    shares = ((PHASES[0], 0.5), (PHASES[1], 0.25), (PHASES[2], 1.0))
+    phases = tuple(replace(phase, steps=1000, share=share) for phase, share in shares)
+    monkeypatch.setattr(train, "TINY", phases)
+    training(tmp_path, seconds=80).run()
+    ended = json.loads((tmp_path / "training.json").read_text())
+    assert [phase["steps"] for phase in ended] == [40, 10, 30]
+
+
+def test_in_bf16_both_losses_of_sparse_steps_reach_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bf16(self: train.Training) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, cache_enabled=precision(self)._cache_enabled)
+
+    precision = train.Training.precision
+    monkeypatch.setattr(train.Training, "precision", bf16)
+    t = training(tmp_path)
+    t.phase = 2
+    t.loss(PHASES[2]).backward()
+    assert all(p.grad is not None and p.grad.any() for p in t.model.parameters())
+    t.model.zero_grad()
+    t.loss(PHASES[1]).backward()
+    assert all((p.grad is not None) == (".indexer." in name) for name, p in t.model.named_parameters())
+
+
+@torch.no_grad()
+def test_half_of_the_first_heads_begin_with_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    m, seen = model.Model(model.Config(layers=1, heads=2, mlp=32, index_heads=1, max_length=256)), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        model.F, "scaled_dot_product_attention",
+        lambda q, k, v, **options: seen.append((q, k)) or attend(q, k, v, **options),
+    )  # fmt: skip
+    m(torch.randint(4096, (1, 256)), torch.tensor([[0, 255]]))
+    ((q, k),) = seen
+    later = torch.ones(256, 256, dtype=torch.bool).triu(1)
+    weights = (q @ k.mT * 192**-0.5).masked_fill(later, float("-inf")).softmax(-1)[0]
+    first, second = weights.diagonal(-1, 1, 2).mean(-1)
+    assert first > 0.7 and second < 0.1
 
 
 def test_a_phase_that_teaches_nothing_ends_the_training(
