@@ -1,18 +1,22 @@
 """Ask a trained checkpoint in vLLM: equal questions for every attention, cache and option; and its speed.
 
+python examples/trained/evaluate.py run --checkpoint trained --out stock_fp8.json
 python examples/trained/evaluate.py run --checkpoint trained --plugins mla_fp8 --backend MLA_FP8 \\
-    --kv fp8_ds_mla --out ours.json
-python examples/trained/evaluate.py run --checkpoint trained --kv fp8_ds_mla --out stock.json
-python examples/trained/evaluate.py table stock.json ours.json     others are paired with the first
+    --out ours_fp8.json
+python examples/trained/evaluate.py table stock_fp8.json ours_fp8.json
 
---exact computes attention in float32 PyTorch; it needs ci/engines on PYTHONPATH.
+A file's name says who attends over which cache: the part before its first `_`, and `fp8` or `bf16` behind it.
+Scores are paired with those of `stock` over the same cache, and with `exact`. exact is --exact, attention in
+float32 PyTorch over a bf16 cache; it needs ci/engines on PYTHONPATH.
 """
 
 import argparse
 import contextlib
+import csv
 import fcntl
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +24,11 @@ from pathlib import Path
 SPACING = 64  # tokens of text for each needle
 ASKED, VALUES = 16, 4  # questions of a text, at most; tokens of an answer
 QUESTIONS = {2048: 2000, 4096: 2000, 16384: 304}
-BATCH, PROMPT, NEW = 32, 4096, 128  # what is timed
+FEW = 320  # questions of a length, where answers are slow
+BATCH, PROMPT, NEW, REPEATS = 32, 4096, 128, 3  # what is timed
+SPEEDS = ("first_token_ms", "between_ms", "tokens_per_s", "prompt_tokens_per_s", "cache_tokens", "other_mb")
+PAIRS = ("stock", "exact")
+HOT_GPU_BYTES, HOST_GIB = 1 << 30, 4  # with rows in host memory
 
 
 def text(length: int, vocabulary: int, generator):
@@ -59,6 +67,7 @@ def engine(options: argparse.Namespace):
         "kv_cache_dtype": options.kv, "max_model_len": 18432, "max_num_batched_tokens": options.budget,
         "max_num_seqs": 64, "enable_prefix_caching": True, "kv_cache_memory_bytes": 4 << 30,
         "gpu_memory_utilization": 0.15, "enforce_eager": options.exact, "async_scheduling": False,
+        "max_logprobs": 20,
         # Without it short prompts go to dense attention, which is no sparse kernel's.
         "attention_config": {"sparse_mla_force_mqa": True},
     }  # fmt: skip
@@ -71,26 +80,55 @@ def engine(options: argparse.Namespace):
             "method": "ngram", "num_speculative_tokens": options.drafts, "prompt_lookup_max": 2,
             "prompt_lookup_min": 1,
         }  # fmt: skip
+    if options.hot_rows:
+        given["attention_config"]["hisparse_config"] = {"device_buffer_size": options.hot_rows}
+        given |= {
+            "kv_cache_memory_bytes": HOT_GPU_BYTES, "enable_prefix_caching": False, "max_num_seqs": 16,
+            "kv_transfer_config": {
+                "kv_connector": "HiSparseConnector", "kv_role": "kv_both",
+                "kv_connector_extra_config": {"host_pool_gib": HOST_GIB},
+            },
+        }  # fmt: skip
     return vllm.LLM(**given)
 
 
-def generate(llm, tokens: list[list[int]], new: int) -> list[list[int]]:
+def generate(llm, tokens: list[list[int]], new: int, logprobs: int | None = None) -> list:
+    """Of each prompt: vLLM's output, tokens and logprobs."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=logprobs
+    )
     outputs = llm.generate([{"prompt_token_ids": x} for x in tokens], params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return [output.outputs[0] for output in outputs]
+
+
+def agreement(llm, options: argparse.Namespace, vocabulary: int) -> dict[str, list[float]]:
+    """By length: the share of first tokens that are those of train.py's own model, and how far their logprobs
+    are away on average. A checkpoint that an engine reads in another way shows here.
+    """
+    found = {}
+    for length, wanted in json.loads((options.checkpoint / "examples.json").read_text()).items():
+        asked, _ = prompts(int(length), len(wanted), vocabulary)
+        outputs = generate(llm, asked, 1, logprobs=20)
+        same = [out.token_ids[0] == token for out, (token, _) in zip(outputs, wanted, strict=True)]
+        away = [
+            abs(out.logprobs[0][token].logprob - logprob) if token in out.logprobs[0] else float("inf")
+            for out, (token, logprob) in zip(outputs, wanted, strict=True)
+        ]
+        found[length] = [sum(same) / len(same), sum(away) / len(away)]
+    return found
 
 
 @contextlib.contextmanager
-def turn(folder: Path | None, of: int) -> Iterator[None]:
-    """Until as many engines on this GPU have answered, then one at a time."""
+def turn(folder: Path | None, name: str, of: int) -> Iterator[None]:
+    """Until as many engines on this GPU have answered or ended, then one at a time."""
     if folder is None:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"ready.{os.getpid()}").touch()
-    deadline = time.time() + 240  # one may have failed
+    (folder / f"ready.{name}").touch()
+    deadline = time.time() + 240
     while len(list(folder.glob("ready.*"))) < of and time.time() < deadline:
         time.sleep(0.2)
     with open(folder / "lock", "w") as lock:
@@ -99,7 +137,7 @@ def turn(folder: Path | None, of: int) -> Iterator[None]:
 
 
 def timed(llm, vocabulary: int) -> dict[str, float]:
-    """Prompts that are not cached; the first call of each kind warms up."""
+    """Prompts that are not cached; the first call of each kind warms up; medians."""
     import torch
 
     generator = torch.Generator().manual_seed(7)
@@ -113,12 +151,16 @@ def timed(llm, vocabulary: int) -> dict[str, float]:
         generate(llm, tokens, new)
         return time.perf_counter() - begin
 
+    def median(times: Iterator[float]) -> float:
+        ordered = sorted(times)
+        return ordered[len(ordered) // 2]
+
     seconds(random(2), 8)
-    one = sorted(seconds(random(1), 1) for _ in range(5))[2]
+    one = median(seconds(random(1), 1) for _ in range(5))
     batch = random(BATCH)
-    first, all_of_them = seconds(batch, 1), seconds(batch, NEW)  # the prompts are cached in the second
-    again = seconds(batch, 1)
-    between = (all_of_them - again) / (NEW - 1)
+    first = seconds(batch, 1)
+    seconds(batch, NEW)  # from here on the prompts are cached, and all kernels are loaded
+    between = median((seconds(batch, NEW) - seconds(batch, 1)) / (NEW - 1) for _ in range(REPEATS))
     return {
         "first_token_ms": 1e3 * one, "prompt_tokens_per_s": BATCH * PROMPT / first,
         "between_ms": 1e3 * between, "tokens_per_s": BATCH / between,
@@ -126,46 +168,92 @@ def timed(llm, vocabulary: int) -> dict[str, float]:
 
 
 def run(options: argparse.Namespace) -> None:
+    import torch
+
     vocabulary = json.loads((options.checkpoint / "config.json").read_text())["vocab_size"]
-    begin = time.time()
+    begin, name = time.time(), options.out.stem
     llm = engine(options)
-    result = {"name": options.out.stem, "init_s": time.time() - begin, "right": {}}
+    result = {"name": name, "init_s": time.time() - begin, "right": {}, "logprob": {}}
+    result["agreement"] = agreement(llm, options, vocabulary)
+    print(f"{name}: as train.py's model (share, distance):", result["agreement"], flush=True)
+    few = options.exact or options.hot_rows
     for length, number in QUESTIONS.items():
-        asked, answers = prompts(length, number if not options.exact else min(number, 320), vocabulary)
+        asked, answers = prompts(length, min(number, FEW) if few else number, vocabulary)
         begin = time.time()
-        found = generate(llm, asked, VALUES)
-        right = [x == y for x, y in zip(found, answers, strict=True)]
+        found = generate(llm, asked, VALUES, logprobs=1)
+        right = [list(x.token_ids) == y for x, y in zip(found, answers, strict=True)]
         result["right"][str(length)] = right
-        print(
-            f"{length}: {sum(right) / len(right):.4f} of {len(right)}, {time.time() - begin:.0f} s",
-            flush=True,
-        )
-    if not options.exact:
-        with turn(options.turns, options.of):
+        result["logprob"][str(length)] = [
+            round(sum(step[token].logprob for token, step in zip(x.token_ids, x.logprobs, strict=True)), 4)
+            for x in found
+        ]
+        share = sum(right) / len(right)
+        print(f"{name}: {length}: {share:.4f} of {len(right)}, {time.time() - begin:.0f} s", flush=True)
+        options.out.write_text(json.dumps(result))
+    with turn(options.turns, name, options.of):
+        if not few:
             result |= timed(llm, vocabulary)
     config = llm.llm_engine.vllm_config.cache_config
     result["cache_tokens"] = config.num_gpu_blocks * config.block_size
+    result["other_mb"] = (torch.cuda.max_memory_reserved() - config.kv_cache_memory_bytes) >> 20
     options.out.write_text(json.dumps(result))
-    print(json.dumps({k: v for k, v in result.items() if k != "right"}), flush=True)
+    print(json.dumps({k: v for k, v in result.items() if k not in ("right", "logprob")}), flush=True)
     os._exit(0)  # an engine's threads may outlive it
 
 
+def rows(results: list[dict]) -> Iterator[dict]:
+    """A row for each length and one, without length, of the speed. `stock_more`: questions that stock has
+    wrong and this one right; `stock_fewer`: the reverse; `stock_asked`: questions of both. `logprob`: of a
+    whole answer, where this one and stock are right.
+    """
+    by_name = {result["name"]: result for result in results}
+    for name, result in by_name.items():
+        who, cache = name.split("_")[:2]
+        others = {"stock": by_name.get(f"stock_{cache}"), "exact": by_name.get("exact_bf16")}
+        for length, right in result["right"].items():
+            row = {"engine": name, "length": length, "asked": len(right), "right": sum(right)}
+            for other in PAIRS:
+                theirs = others[other] and others[other]["right"].get(length)
+                if theirs is None or who == other:
+                    continue
+                pairs = list(zip(right, theirs, strict=False))
+                row[f"{other}_asked"] = len(pairs)
+                row[f"{other}_more"] = sum(a and not b for a, b in pairs)
+                row[f"{other}_fewer"] = sum(b and not a for a, b in pairs)
+            known = [x for x, ok in zip(result["logprob"][length], right, strict=True) if ok]
+            row["logprob"] = f"{sum(known) / max(1, len(known)):.4f}"
+            row["agreement"] = f"{result['agreement'][length][1]:.4f}"
+            yield row
+        yield {"engine": name} | {key: f"{result[key]:.5g}" for key in SPEEDS if key in result}
+
+
 def table(options: argparse.Namespace) -> None:
-    """Scores; of those that were asked the same, how many only this one or only the first one has right."""
-    results = [json.loads(path.read_text()) for path in options.results]
-    lengths = list(QUESTIONS)
-    numbers = ("first_token_ms", "between_ms", "tokens_per_s", "prompt_tokens_per_s", "cache_tokens")
-    print("| | " + " | ".join([*(f"{n} tokens" for n in lengths), *numbers]) + " |")
-    print("|---" * (1 + len(lengths) + len(numbers)) + "|")
-    for result in results:
-        cells = []
-        for length in map(str, lengths):
-            mine, first = result["right"][length], results[0]["right"][length]
-            pairs = list(zip(mine, first, strict=False))
-            gained, lost = (sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs))
-            cells.append(f"{100 * sum(mine) / len(mine):.2f} % (+{gained} -{lost} of {len(pairs)})")
-        cells += [f"{result[name]:.4g}" if name in result else "" for name in numbers]
-        print(f"| {result['name']} | " + " | ".join(cells) + " |")
+    """As CSV, or for people: scores with their pairs, then speeds."""
+    found = list(rows([json.loads(path.read_text()) for path in options.results]))
+    if options.csv:
+        pairs = [f"{other}_{what}" for other in PAIRS for what in ("asked", "more", "fewer")]
+        columns = ["engine", "length", "asked", "right", *pairs, "logprob", "agreement", *SPEEDS]
+        writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found)
+        return
+    print("| engine | " + " | ".join([*(f"{n} tokens" for n in QUESTIONS), *SPEEDS]) + " |")
+    print("|---" * (1 + len(QUESTIONS) + len(SPEEDS)) + "|")
+    for name in dict.fromkeys(row["engine"] for row in found):
+        cells = {str(n): "" for n in QUESTIONS} | dict.fromkeys(SPEEDS, "")
+        for row in found:
+            if row["engine"] != name:
+                continue
+            if "length" not in row:
+                cells |= {k: v for k, v in row.items() if k in SPEEDS}
+                continue
+            pairs = "".join(
+                f", {other} +{row[f'{other}_more']} -{row[f'{other}_fewer']} of {row[f'{other}_asked']}"
+                for other in PAIRS
+                if f"{other}_asked" in row
+            )
+            cells[row["length"]] = f"{100 * row['right'] / row['asked']:.2f} %{pairs} ({row['logprob']})"
+        print(f"| {name} | " + " | ".join(cells.values()) + " |")
 
 
 def main() -> None:
@@ -180,11 +268,13 @@ def main() -> None:
     one.add_argument("--exact", action="store_true")
     one.add_argument("--budget", type=int, default=4096, help="tokens of a step: prompts come in chunks")
     one.add_argument("--drafts", type=int, default=0, help="tokens that a lookup in the prompt proposes")
+    one.add_argument("--hot-rows", type=int, default=0, help="HiSparse: rows of a request on the GPU")
     one.add_argument("--turns", type=Path, help="folder: engines that run side by side are timed in turn")
     one.add_argument("--of", type=int, default=1)
     one.add_argument("--out", type=Path, required=True)
     many = commands.add_parser("table")
     many.set_defaults(function=table)
+    many.add_argument("--csv", action="store_true")
     many.add_argument("results", type=Path, nargs="+")
     options = parser.parse_args()
     options.function(options)

@@ -18,7 +18,7 @@ from pathlib import Path
 import evaluate
 import tasks
 import torch
-from model import Config, Model, save
+from deepseek import Config, Model, save
 from torch import Tensor
 from torch.nn import functional as F
 

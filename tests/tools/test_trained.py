@@ -11,8 +11,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/trained"))
+import deepseek
 import evaluate
-import model
 import tasks
 import train
 
@@ -55,6 +55,25 @@ def test_prompts_end_with_a_key_and_answers_follow_it_in_the_text() -> None:
         where = prompt.index(prompt[-1])
         assert prompt[where - 1] == tasks.NEEDLE and prompt[where + 1 : where + 5] == answer
     assert asked[0][:-2] == asked[15][:-2] != asked[16][:-2]  # of one text, which is cached once
+
+
+def test_scores_are_paired_with_stock_and_exact() -> None:
+    def result(name: str, right: list[int]) -> dict:
+        logprobs = [-1.0, -2.0, -3.0, -4.0][: len(right)]
+        return {"name": name, "right": {"2048": [bool(x) for x in right]}, "logprob": {"2048": logprobs},
+                "agreement": {"2048": [1.0, 0.5]}, "between_ms": 1.25}  # fmt: skip
+
+    found = [
+        result("stock_fp8", [1, 1, 0, 0]), result("ours_fp8_drafts", [1, 0, 0, 1]),
+        result("stock_bf16", [0, 0, 0, 0]), result("exact_bf16", [1, 1]),
+    ]  # fmt: skip
+    scores, speed = (row for row in evaluate.rows(found) if row["engine"] == "ours_fp8_drafts")
+    assert scores == {
+        "engine": "ours_fp8_drafts", "length": "2048", "asked": 4, "right": 2,
+        "stock_asked": 4, "stock_more": 1, "stock_fewer": 1, "exact_asked": 2, "exact_more": 0,
+        "exact_fewer": 1, "logprob": "-2.5000", "agreement": "0.5000",
+    }  # fmt: skip
+    assert speed == {"engine": "ours_fp8_drafts", "between_ms": "1.25"}
 
 
 def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +120,8 @@ def test_phases_share_the_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_in_bf16_both_losses_of_sparse_steps_reach_their_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def bf16(self: train.Training) -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16, cache_enabled=precision(self)._cache_enabled)
-
-    precision = train.Training.precision
-    monkeypatch.setattr(train.Training, "precision", bf16)
+    precision = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    monkeypatch.setattr(train.Training, "precision", lambda _: precision)
     t = training(tmp_path)
     t.phase = 2
     t.loss(PHASES[2]).backward()
@@ -118,10 +134,10 @@ def test_in_bf16_both_losses_of_sparse_steps_reach_their_weights(
 @torch.no_grad()
 def test_half_of_the_first_heads_begin_with_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    m, seen = model.Model(model.Config(layers=1, heads=2, mlp=32, index_heads=1, max_length=256)), []
+    m, seen = deepseek.Model(deepseek.Config(layers=1, heads=2, mlp=32, index_heads=1, max_length=256)), []
     attend = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        model.F, "scaled_dot_product_attention",
+        deepseek.F, "scaled_dot_product_attention",
         lambda q, k, v, **options: seen.append((q, k)) or attend(q, k, v, **options),
     )  # fmt: skip
     m(torch.randint(4096, (1, 256)), torch.tensor([[0, 255]]))
@@ -144,9 +160,9 @@ def test_a_phase_that_teaches_nothing_ends_the_training(
 def test_the_checkpoint_has_the_names_and_shapes_of_deepseek_v32(tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
 
-    config = model.Config()
+    config = deepseek.Config()
     assert json.loads(config.as_json())["architectures"] == ["DeepseekV32ForCausalLM"]
-    model.save(model.Model(CONFIG), tmp_path)
+    deepseek.save(deepseek.Model(CONFIG), tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     layer = "model.layers.1.self_attn"
     assert {name: tuple(x.shape) for name, x in state.items() if name.startswith(layer)} == {
@@ -163,7 +179,7 @@ def test_the_checkpoint_has_the_names_and_shapes_of_deepseek_v32(tmp_path: Path)
 @torch.no_grad()
 def test_sparse_attention_looks_at_the_best_keys_of_the_indexer_alone() -> None:
     torch.manual_seed(0)
-    m = model.Model(CONFIG)
+    m = deepseek.Model(CONFIG)
     tokens, at = torch.randint(1024, (2, 64)), torch.tensor([[0, 63], [1, 40], [1, 20]])
     dense, sparse = (m(tokens, at, sparse=sparse)[0] for sparse in (False, True))
     torch.testing.assert_close(dense[2], sparse[2])  # it sees 21 tokens, fewer than are chosen
@@ -182,31 +198,33 @@ def test_sparse_attention_looks_at_the_best_keys_of_the_indexer_alone() -> None:
 def test_the_layer_is_what_an_engine_computes_from_its_caches() -> None:
     """Attention over latents and the indexer's logits, by the ops, from what the checkpoint projects."""
     torch.manual_seed(0)
-    layer = model.Model(replace(CONFIG, heads=2)).bfloat16()
+    layer = deepseek.Model(replace(CONFIG, heads=2)).bfloat16()
     attention, angles, n = layer.model.layers[0].self_attn, layer.angles[:48].float(), 48
     x = torch.randn(1, n, CONFIG.hidden).bfloat16()
     cos, sin, slots = angles.cos(), angles.sin(), torch.arange(n)
     cache = mla_fp8.KV_LAYOUTS["bf16"].empty(1, 64, "cpu")
     index_cache = mla_fp8.INDEX_LAYOUTS["index_fp8"].empty(1, 64, "cpu")
     rotated = {"index_neox": True, "index_rope_first": True}
-    latent, k_pe = attention.kv_a_proj_with_mqa(x)[0].split([model.LATENT, model.ROPE], -1)
+    latent, k_pe = attention.kv_a_proj_with_mqa(x)[0].split([deepseek.LATENT, deepseek.ROPE], -1)
     mla_fp8.prepare_keys(
         latent, attention.kv_a_layernorm.weight, cos, sin, slots, slots, cache, k_pe,
         index_k=attention.indexer.wk(x)[0], index_k_weight=attention.indexer.k_norm.weight,
         index_k_bias=attention.indexer.k_norm.bias, index_cache=index_cache, layout="bf16", page_size=64,
-        eps=model.EPS, **rotated,
+        eps=deepseek.EPS, **rotated,
     )  # fmt: skip
     q_a = attention.q_a_layernorm(attention.q_a_proj(x))
-    q_nope, q_pe = attention.q_b_proj(q_a)[0].unflatten(-1, (2, -1)).split([model.NOPE, model.ROPE], -1)
+    q_nope, q_pe = attention.q_b_proj(q_a)[0].unflatten(-1, (2, -1)).split([deepseek.NOPE, deepseek.ROPE], -1)
     heads = CONFIG.index_heads
     prepared = mla_fp8.prepare_queries(
         q_pe, attention.indexer.wq_b(q_a)[0].unflatten(-1, (heads, -1)), attention.indexer.weights_proj(x)[0],
-        cos, sin, slots, weight_scale=model.INDEX_DIM**-0.5, head_scale=heads**-0.5, **rotated,
+        cos, sin, slots, weight_scale=deepseek.INDEX_DIM**-0.5, head_scale=heads**-0.5, **rotated,
     )  # fmt: skip
-    of_keys, of_values = attention.kv_b_proj.weight.unflatten(0, (2, -1)).split([model.NOPE, model.VALUE], 1)
+    of_keys, of_values = attention.kv_b_proj.weight.unflatten(0, (2, -1)).split(
+        [deepseek.NOPE, deepseek.VALUE], 1
+    )
     q = torch.cat([torch.einsum("nhd,hdl->nhl", q_nope, of_keys), prepared.q_pe], -1)
     seen = torch.where(slots <= slots[:, None], slots, -1).int()
-    scale = (model.NOPE + model.ROPE) ** -0.5
+    scale = (deepseek.NOPE + deepseek.ROPE) ** -0.5
     out, _ = mla_fp8.sparse_decode(q, cache, seen, layout="bf16", page_size=64, sm_scale=scale)
     out = attention.o_proj(torch.einsum("nhl,hdl->nhd", out, of_values).flatten(1))
     want, _ = attention(x, angles, sparse=False, rows=None)
