@@ -53,6 +53,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--multiprocessing", action="store_true", help="the engine in a process of its own")
     p.add_argument("--tensor-parallel", type=int, default=1)
     p.add_argument("--batches", type=int, nargs="*", default=[], help="time these instead of taking logprobs")
+    p.add_argument("--logprobs", action="store_true", help="take them besides what is timed")
     p.add_argument("--first-token", action="store_true", help="time short prompts instead of taking logprobs")
     p.add_argument("--context", type=int, default=CONTEXT, help="tokens of a prompt that is timed")
     p.add_argument("--hot-rows", type=int, default=0, help="HiSparse with a hot buffer of so many")
@@ -166,14 +167,20 @@ def rows_found_and_loaded(llm) -> list[int]:
     return torch.stack([group.swap_stats.long() for group in groups.values()]).sum(0).tolist()
 
 
+def ready(args: argparse.Namespace) -> None:
+    """Says to the step's other engines that this one leaves the GPU alone until its turn, or for good."""
+    if args.turns:
+        args.turns.mkdir(parents=True, exist_ok=True)
+        (args.turns / f"ready.{os.getpid()}").touch()
+
+
 @contextlib.contextmanager
 def turn(args: argparse.Namespace):
     """Until all engines are ready, then until it is ours: nothing else runs on the GPU meanwhile."""
     if not args.turns:
         yield
         return
-    args.turns.mkdir(parents=True, exist_ok=True)
-    (args.turns / f"ready.{os.getpid()}").touch()
+    ready(args)
     deadline = time.time() + 150  # one may have failed
     while len(list(args.turns.glob("ready.*"))) < args.of and time.time() < deadline:
         time.sleep(0.2)
@@ -278,6 +285,7 @@ def run(args: argparse.Namespace) -> dict:
         result["selected"] = selected(llm)
         print("SELECTED", *result["selected"], flush=True)
     if args.batches:
+        result |= logprobs(llm, args) if args.logprobs else {}
         with turn(args):
             result["timed"] = timed(llm, args)
     elif args.first_token:
@@ -298,6 +306,7 @@ def write_result(run: Callable[[argparse.Namespace], dict], args: argparse.Names
     except BaseException as error:  # whatever it is, the table says it
         traceback.print_exc()
         result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
+    ready(args)
     result["wall_s"] = time.time() - begin
     args.out.write_text(json.dumps(result))
     print("DONE", result["ok"], f"{result['wall_s']:.0f} s", flush=True)

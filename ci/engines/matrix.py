@@ -95,8 +95,8 @@ def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
         out, log = results / f"{case.name}.json", results / f"{case.name}.log"
         out.unlink(missing_ok=True)  # of an earlier run
         command = case.command(out)
-        if takes_turns(case):
-            command += ["--turns", str(turns), "--of", str(sum(map(takes_turns, cases)))]
+        if any(map(takes_turns, cases)):  # the others leave the GPU to them
+            command += ["--turns", str(turns), "--of", str(len(cases))]
         with open(log, "w") as file:
             started[case.name] = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=environment(site),

@@ -41,7 +41,7 @@ def sides(
 ) -> tuple[Case, ...]:
     """The same engine with each of ``who``; exact attention is no kernel that a graph could hold."""
     return tuple(
-        Case(w, h, kv, *((("--eager", *more), "") if w == "exact" else (tuple(more), label)), script)
+        Case(w, h, kv, *((("--eager", *more), "eager") if w == "exact" else (tuple(more), label)), script)
         for h in heads
         for w in who
     )
@@ -49,6 +49,7 @@ def sides(
 
 ALL = ("stock", "ours", "exact")
 SPEED = ("--layers", "6", "--seqs", "256", "--budget", "4096", "--batches", "8", "32", "128")
+PARTS = (*SPEED[:-3], "8", "128")
 V4, V4_ALL = {"kv": "dsv4", "who": ("stock", "calls")}, {"kv": "dsv4", "who": ("stock", "calls", "exact")}
 SGLANG = {"kv": "sglang", "script": "sglang_engine.py"}
 PAGES = SGLANG | {"kv": "sglang_pages"}
@@ -68,6 +69,7 @@ def hot(rows: int) -> dict:
 
 ALL_OF_A_STEP = ("stock", "ours", "layer", "whole")
 OF_SGLANG, SGLANG_SPEED = ("stock", "ours", "layer"), (*SPEED[:2], *SPEED[-4:])
+SGLANG_PARTS = (*PARTS[:2], *PARTS[-3:])
 LONG = (
     "--layers", "6", "--seqs", "32", "--budget", "4096", "--context", "65536", "--batches", "8",
 )  # fmt: skip
@@ -78,11 +80,11 @@ STEPS = {
     "speed128": Step("kernel times, 128 heads, batches to 128", sides(128, more=SPEED, label="speed")),
     "layer16": Step(
         "where a step's time goes, 16 heads: with our ops around attention, and our indexer besides",
-        sides(16, who=ALL_OF_A_STEP, more=SPEED, label="speed"),
+        sides(16, who=ALL_OF_A_STEP, more=PARTS, label="speed"),
         280,
     ),
     "layer128": Step(
-        "where a step's time goes, 128 heads", sides(128, who=ALL_OF_A_STEP, more=SPEED, label="speed"), 280
+        "where a step's time goes, 128 heads", sides(128, who=ALL_OF_A_STEP, more=PARTS, label="speed"), 280
     ),
     "layer": Step(
         "our ops around attention: graphs, 16 and 128 heads, exact attention; eager; speculation",
@@ -99,8 +101,9 @@ STEPS = {
         280,
     ),
     "glm_layer": Step(
-        "GLM-5.2, where a step's time goes, 16 heads",
-        sides(16, kv="glm52", who=ALL_OF_A_STEP, more=SPEED, label="speed"),
+        "GLM-5.2, 16 heads: where a step's time goes, and logprobs beside exact attention",
+        sides(16, kv="glm52", who=("stock", "layer", "whole"), more=(*PARTS, "--logprobs"), label="speed")
+        + sides(16, kv="glm52_bf16", who=("exact",), more=SPEED[:2]),
         280,
     ),
     "first_token": Step(
@@ -110,8 +113,11 @@ STEPS = {
         ),
     ),
     "v4_layer": Step(
-        "DeepSeek V4, where a step's time goes, 16 heads",
-        sides(16, kv="dsv4", who=("stock", "calls", "layer"), more=SPEED, label="speed"),
+        "DeepSeek V4, 16 heads: where a step's time goes, and logprobs beside exact attention",
+        sides(
+            16, kv="dsv4", who=("stock", "calls", "layer"), more=(*PARTS, "--logprobs"), label="speed"
+        )
+        + sides(16, kv="dsv4", who=("exact",), more=SPEED[:2]),
         280,
     ),
     "heads": Step("graphs, FP8, 8 and 64 heads, and exact attention", sides(8, 64, who=ALL)),
@@ -213,29 +219,30 @@ STEPS = {
     ),
     "sglang_layer16": Step(
         "SGLang as it is by default, 16 heads over FP8 pages: where a step's time goes",
-        sides(16, **PAGES, who=OF_SGLANG, more=SGLANG_SPEED, label="speed"),
+        sides(16, **PAGES, who=("stock", "layer"), more=SGLANG_PARTS, label="speed"),
         290,
     ),
     "sglang_layer128": Step(
         "SGLang, 128 heads over rows: where a step's time goes",
-        sides(128, **SGLANG, who=OF_SGLANG, more=SGLANG_SPEED, label="speed"),
+        sides(128, **SGLANG, who=("stock", "layer"), more=SGLANG_PARTS, label="speed"),
         290,
     ),
     "sglang_v4_layer": Step(
         "SGLang, DeepSeek V4, 16 heads: where a step's time goes",
-        sides(16, **SGLANG_V4, who=OF_SGLANG, more=SGLANG_SPEED, label="speed"),
+        sides(16, **SGLANG_V4, who=OF_SGLANG, more=SGLANG_PARTS, label="speed"),
         290,
     ),
     "sglang_v41_layer": Step(
         "SGLang, DeepSeek V4.1 over V4's rows, 16 heads: where a step's time goes",
-        sides(16, **SGLANG_V41, who=OF_SGLANG, more=SGLANG_SPEED, label="speed"),
+        sides(16, **SGLANG_V41, who=OF_SGLANG, more=SGLANG_PARTS, label="speed"),
         290,
     ),
     "sglang_layer_right": Step(
-        "SGLang, our ops around attention: graphs, 16 heads, and exact attention; speculation",
+        "SGLang, our ops around attention, 16 heads: graphs, eager (graphs of prompts stay SGLang's), and "
+        "exact attention",
         sides(16, **SGLANG, who=("stock", "layer"))
-        + sides(16, **(SGLANG | {"kv": "sglang_bf16"}), who=("exact",))
-        + sides(16, **SGLANG, who=("layer",), more=("--mtp", "3")),
+        + sides(16, **SGLANG, who=("layer",), more=("--eager",))
+        + sides(16, **(SGLANG | {"kv": "sglang_bf16"}), who=("exact",)),
         320,
     ),
     "sglang_v4": Step(

@@ -2,12 +2,13 @@
 """Packs an engine for a GPU machine without a network: `pack.py --have NAMES [--engine sglang]`.
 
 The wheels without what a Hopper GPU and these models never load, and the packages they import that the
-machine lacks, as archives that `matrix.py` unpacks there: 40 MB of vLLM, 24 MB of SGLang. TileLang, 36 MB,
+machine lacks, as archives that `matrix.py` unpacks there: 40 MB of vLLM, 24 MB of SGLang. TileLang, 34 MB,
 is what both take for V4's hyper-connections if it is there. NAMES is that machine's
 `pip list --format=freeze`, or one name a line. torch, triton and what they need are the machine's.
 """
 
 import argparse
+import hashlib
 import re
 import subprocess
 import sys
@@ -74,7 +75,8 @@ def download(folder: Path, *requirements: str) -> None:
 
 def unpack(wheel: Path, target: Path, left_out: tuple[str, ...] = ()) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        names = [n for n in archive.namelist() if not n.startswith(left_out) and "/tests/" not in n]
+        names = [n for n in archive.namelist() if not n.startswith(left_out)]
+        names = [n for n in names if "/tests/" not in n and ".data/data/bin/" not in n]
         archive.extractall(target, names)
 
 
@@ -85,6 +87,16 @@ def shrink(folder: Path, without_code: tuple[str, ...] = ()) -> None:
             print("{}: {} bytes of GPU code kept, {} zeroed".format(library.name, *trim(library, kept)))
         if library.stat().st_size > STRIP_FROM:
             subprocess.run(["strip", "--strip-unneeded", library], check=True)
+
+
+def link_copies(folder: Path) -> None:
+    """Large files that are alike become one: wheels have copies of libraries for links."""
+    first: dict[bytes, Path] = {}
+    for file in sorted(x for x in folder.rglob("*") if x.is_file() and x.stat().st_size > STRIP_FROM):
+        kept = first.setdefault(hashlib.sha256(file.read_bytes()).digest(), file)
+        if kept is not file:
+            file.unlink()
+            file.hardlink_to(kept)
 
 
 def compress(folder: Path, archive: Path) -> None:
@@ -118,6 +130,7 @@ def main() -> None:
             unpack(wheel, packages)
         shrink(own, engine.without_code)
         shrink(packages)
+        link_copies(packages)
         compress(own, out / f"{args.engine}.tar.xz")
         compress(packages, out / "packages.tar.xz")
 
