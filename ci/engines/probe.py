@@ -92,7 +92,7 @@ def files(name: str, version: str) -> list[str]:
     """The tests of a version: the last ones know the newest one's source alone."""
     of_newest = [
         f"test_{what}_in_{name}.py"
-        for what in ("layer", "same_bits", "hisparse", "context_parallel", "pools")
+        for what in ("layer", "same_bits", "hisparse", "host_rows", "context_parallel", "pools")
     ]
     return [
         f"test_in_{name}.py",

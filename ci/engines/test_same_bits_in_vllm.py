@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 import mla_fp8_plugins
-from mla_fp8.integrations import attend, replay, same_bits, vllm_indexer, vllm_same_bits
+from mla_fp8.integrations import attend, replay, same_bits, vllm_host_rows, vllm_indexer, vllm_same_bits
 from mla_fp8.integrations import vllm as plugin
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
@@ -90,6 +90,17 @@ def test_short_prompts_go_as_all_others(backend, monkeypatch):
     with pytest.raises((AttributeError, TypeError)):  # vLLM's own __init__ wants an engine
         backend.get_impl_cls()(16, 576, 0.1, 1, None, None, "fp8_ds_mla", None, "decoder", None)
     assert not sparse_mla_attention._use_dense_mha_prefill(config, 100, 2048)
+
+
+@pytest.mark.parametrize("hisparse", [None, object()])
+def test_rows_of_hisparse_are_those_without_it(hisparse, backend, monkeypatch):
+    attention = SimpleNamespace(hisparse_config=hisparse, sparse_mla_force_mqa=True)
+    config, calls = SimpleNamespace(attention_config=attention), []
+    monkeypatch.setattr(import_module("vllm.config"), "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(vllm_host_rows, "take_over_stores", lambda: calls.append(1))
+    with pytest.raises((AttributeError, TypeError)):  # vLLM's own __init__ wants an engine
+        backend.get_impl_cls()(16, 576, 0.1, 1, None, None, "fp8_ds_mla", None, "decoder", None)
+    assert bool(calls) == bool(hisparse)
 
 
 @pytest.mark.parametrize("prompts", [0, 3, 9])

@@ -3,7 +3,8 @@ Off unless the engine's list of plug-ins names ``mla_fp8_hisparse``.
 
 State, streams and events stay the engine's, and so does every call that ours does not know: it works on the
 same state. vLLM finds its kernels in ``torch.ops``, SGLang compiles its own at first use. DeepSeek V3.2 and
-GLM-5 in both, in SGLang V4's entries of ratio 4. SGLang's form for drafts stays its own.
+GLM-5 in both, in SGLang V4's entries of ratio 4. SGLang's form for drafts stays its own. vLLM's rows become
+those that it stores without HiSparse (vllm_host_rows.py).
 """
 
 import inspect
@@ -15,6 +16,7 @@ from torch import Tensor
 from .. import probes
 from ..compat import sglang_hisparse as for_sglang
 from ..compat import vllm_hisparse as for_vllm
+from . import vllm_host_rows
 from .flash_mla_calls import take_over
 from .hooks import Given, Op, hook, register_in_sglang
 from .log import say_once
@@ -83,6 +85,7 @@ def register_vllm() -> None:
         say_once(f"mla_fp8: HiSparse stays vLLM's: {reason}")
         return
     take_over(torch.ops._C_cache_ops, {name: hook(*op) for name, op in VLLM.items()})
+    vllm_host_rows.take_over_stores()
     say_once("mla_fp8 finds and copies the rows of HiSparse, but for what a call refuses")
 
 

@@ -1,9 +1,10 @@
-"""vLLM with VLLM_BATCH_INVARIANT=1 (same_bits.py): its refusals of sparse MLA, the indexer, short prompts."""
+"""vLLM with VLLM_BATCH_INVARIANT=1 (same_bits.py): its refusals of sparse MLA, the indexer, short prompts,
+rows of HiSparse."""
 
 from importlib import import_module
 
 from .. import probes
-from . import log, same_bits, vllm_indexer
+from . import log, same_bits, vllm_host_rows, vllm_indexer
 
 _INDEXER = "vllm.v1.attention.backends.mla.indexer.DeepseekV32IndexerBackend"
 # By model, the classes of its caches that vLLM refuses in this mode. What belongs to them, if anything, is
@@ -43,7 +44,10 @@ def _needs(model: str) -> probes.Needs:
     return {module: {f"{name}.supports_batch_invariance": ()} for module, _, name in paths}
 
 
-def attend_to_short_prompts_as_to_others() -> None:
-    """vLLM takes dense attention where no prompt of a batch has more keys than are chosen."""
-    config = import_module("vllm.config").get_current_vllm_config()
-    config.attention_config.sparse_mla_force_mqa = True
+def prepare_layer() -> None:
+    """What depends on the engine's arguments: vLLM takes dense attention where no prompt of a batch has more
+    keys than are chosen, and stores other rows with HiSparse."""
+    config = import_module("vllm.config").get_current_vllm_config().attention_config
+    config.sparse_mla_force_mqa = True
+    if getattr(config, "hisparse_config", None) is not None:
+        vllm_host_rows.take_over_stores()

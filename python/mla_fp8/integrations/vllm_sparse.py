@@ -177,7 +177,7 @@ def make_backend(module: str) -> type:
 
         def __init__(self, num_heads: int, *args: Any, sinks: Tensor | None = None, **options: Any) -> None:
             if same_bits.asked():
-                vllm_same_bits.attend_to_short_prompts_as_to_others()
+                vllm_same_bits.prepare_layer()
             wants_lse = getattr(self, "need_to_return_lse_for_decode", False)
             if wants_lse and vllm_context_parallel.serves(self):
                 self.need_to_return_lse_for_decode = False  # or vLLM refuses bf16 caches
