@@ -205,13 +205,12 @@ ThreeTensors sparse_prefill(MLA_SPARSE_PREFILL_ARGUMENTS) {
 #if !MLA_FP8_WITH_HIP
 namespace {
 
-// `t` by other sizes and strides, for kernels and callers: it has no version in common with `t`.
+// `t` by other sizes and strides, from its first element on, for kernels and callers: it has no version in
+// common with `t`.
 Tensor reinterpreted(const Tensor& t, Shape sizes, Shape strides) {
-  int64_t offset = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(t.get(), &offset));
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), static_cast<int64_t>(sizes.size()),
-                                                        sizes.begin(), strides.begin(), offset, &made));
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      t.get(), static_cast<int64_t>(sizes.size()), sizes.begin(), strides.begin(), /*more offset*/ 0, &made));
   return Tensor(made);
 }
 

@@ -80,6 +80,12 @@ def scattered(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
 
 
+def inside(x: torch.Tensor, before: int = 8) -> torch.Tensor:
+    """The same values behind so many columns of a larger tensor, whose others are NaN, or slots."""
+    around = float("nan") if x.is_floating_point() else 0
+    return torch.nn.functional.pad(x, (before, 8), value=around)[..., before:-8]
+
+
 def test_names_and_order_are_those_of_the_package():
     decode = inspect.signature(flash_mla_with_kvcache).parameters
     ours = [name for name, p in decode.items() if p.kind is p.KEYWORD_ONLY]
@@ -203,11 +209,16 @@ def test_metadata_takes_what_older_callers_pass_and_serves_any_shape(device):
 
 @packed_layouts
 @pytest.mark.parametrize(
-    "spread", [scattered, lambda x: x.mT.contiguous().mT], ids=["every other", "transposed"]
+    "spread",
+    [scattered, lambda x: x.mT.contiguous().mT, inside, lambda x: inside(x, 4)],
+    ids=["every other", "transposed", "inside another", "misaligned"],
 )
-def test_decode_takes_any_strides(layout, spread, device):
+@pytest.mark.parametrize("lengths", [True, False])
+def test_decode_takes_any_strides(layout, spread, lengths, device):
     extra = V4_SCOPES if layout.name == "dsv4" else None
     arguments = decode_arguments(decode_case(layout, device, extra=extra))
+    if not lengths:  # lengths of requests are copied for their queries
+        arguments |= dict.fromkeys(("topk_length", "extra_topk_length"))
     want = flash_mla_with_kvcache(**arguments)
     for name in ("q", "indices", "extra_indices_in_kvcache"):
         if arguments.get(name) is not None:
@@ -219,8 +230,7 @@ def test_decode_takes_any_strides(layout, spread, device):
     pages = torch.full((len(cache), cache.stride(0) + 576), 0xFF, dtype=torch.uint8, device=device)
     pages[:, :-576] = cache.as_strided((len(cache), cache.stride(0)), (cache.stride(0), 1))
     arguments["k_cache"] = layout.flash_mla_view(pages[:, :-576], cache.shape[1])
-    for got, expected in zip(flash_mla_with_kvcache(**arguments), want, strict=True):
-        assert torch.equal(got, expected)
+    assert_same(flash_mla_with_kvcache(**arguments), want)
 
 
 def test_zero_batches(device):
@@ -249,6 +259,7 @@ def test_prefill_takes_any_strides(name, device):
     for changes in (
         {k: scattered(arguments[k]) for k in ("q", "kv", "indices", "attn_sink", "topk_length")},
         {"kv": misaligned, "q": arguments["q"].mT.contiguous().mT},
+        {k: inside(arguments[k]) for k in ("q", "kv", "indices")},
     ):
         for got, expected in zip(flash_mla_sparse_fwd(**(arguments | changes)), want, strict=True):
             assert torch.equal(got, expected)
