@@ -6,7 +6,9 @@ with 28 values in place of 4.
 """
 
 from dataclasses import dataclass
-from importlib.resources import files
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,8 +24,10 @@ class Texts:
     questions: Tensor  # [texts, asked]: position of a question's mark
 
 
+@cache
 def essay(device: str) -> Tensor:
-    text = files("mla_fp8").joinpath("data/essay.txt").read_bytes()
+    """The package's, which is not imported: training needs no kernel."""
+    text = (Path(find_spec("mla_fp8").origin).parent / "data/essay.txt").read_bytes()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
 
 
