@@ -217,13 +217,15 @@ def test_metadata_takes_what_older_callers_pass_and_serves_any_shape(device):
 def test_decode_takes_any_strides(layout, spread, lengths, device):
     extra = V4_SCOPES if layout.name == "dsv4" else None
     arguments = decode_arguments(decode_case(layout, device, extra=extra))
-    if not lengths:  # lengths of requests are copied for their queries
-        arguments |= dict.fromkeys(("topk_length", "extra_topk_length"))
+    others = ("attn_sink", "topk_length", "extra_topk_length")
+    if not lengths:  # whose copies, and those of sinks, are another way
+        arguments |= dict.fromkeys(others[1:])
+        others = ()
     want = flash_mla_with_kvcache(**arguments)
     for name in ("q", "indices", "extra_indices_in_kvcache"):
         if arguments.get(name) is not None:
             arguments[name] = spread(arguments[name])
-    for name in ("attn_sink", "topk_length", "extra_topk_length"):
+    for name in others:
         if arguments.get(name) is not None:
             arguments[name] = scattered(arguments[name])
     cache = arguments["k_cache"]
