@@ -199,7 +199,7 @@ STEPS = {
         + sides(128, **PAGES, who=("ours", "hisparse"), **hot(4096))
         + sides(128, **SGLANG_V4_PAGES, who=("ours",), **SAME_BITS)
         + sides(128, **SGLANG_V4_PAGES, who=("ours", "hisparse"), **hot(1024)),
-        320,
+        300,
     ),
     "sglang_mtp": Step(
         "SGLang: speculation of 1 and 3 tokens, 16 heads; drafts as query groups",

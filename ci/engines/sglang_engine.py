@@ -123,7 +123,7 @@ def server_arguments(args: argparse.Namespace, folder: Path) -> dict:
         own |= {"enable_deterministic_inference": True, "disable_radix_cache": True}
     if args.hot_rows:
         own |= {"enable_hisparse": True, "disable_radix_cache": True}
-        own["hisparse_config"] = json.dumps({"device_buffer_size": args.hot_rows})
+        own["hisparse_config"] = json.dumps(hisparse_config(args.hot_rows))
     if not args.eager:
         own |= {"cuda_graph_bs_decode": [n for n in GRAPHS if n <= most]}
         own |= {"cuda_graph_bs_prefill": list(PREFILL_GRAPHS)}
@@ -131,6 +131,11 @@ def server_arguments(args: argparse.Namespace, folder: Path) -> dict:
         own |= {"speculative_algorithm": "EAGLE", "speculative_num_steps": args.mtp}
         own |= {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": args.mtp + 1}
     return own
+
+
+def hisparse_config(hot_rows: int) -> dict:
+    """SGLang refuses a buffer of fewer rows than its top_k, which is that of V3.2 if nothing is said."""
+    return {"top_k": min(2048, hot_rows // 2), "device_buffer_size": hot_rows}
 
 
 def logprobs(args: argparse.Namespace, folder: Path) -> dict:
@@ -263,6 +268,8 @@ def set_environment(args: argparse.Namespace) -> None:
     os.environ["SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"] = "0"
     # The other one, in Rust, is linked with the torch that SGLang names: with torch 2.11 it crashes.
     os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = "python"
+    if args.same_bits:  # else DeepGEMM compiles a kernel for each shape of a batch
+        os.environ["SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM"] = "0"
     os.environ[WHO], os.environ[CALLS] = args.who, tempfile.mkdtemp()
     os.environ[V4] = str(int(args.kv in V4_PREFILL_OVER_ROWS))
     if args.kv in V4_PREFILL_OVER_ROWS:

@@ -11,15 +11,20 @@ without_gpu.pretend_sglang()
 import logging
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 os.environ["SGLANG_PLUGINS"] = "mla_fp8,mla_fp8_hisparse"
 
 import pytest
+import sglang_engine
 import torch
+from matrix_steps import STEPS
 from sglang.kernels.ops.kvcache import hisparse as kernels
+from sglang.srt.arg_groups import hisparse_hook
 from sglang.srt.managers import hisparse_coordinator
 from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
+from sglang.srt.mem_cache.sparsity import factory
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 import mla_fp8
@@ -46,6 +51,23 @@ class Stream(nullcontext):
 def without_streams(monkeypatch):
     device = SimpleNamespace(current_stream=Stream, stream=lambda stream: stream)
     monkeypatch.setattr(hisparse_coordinator, "device_module", device)
+
+
+@pytest.mark.parametrize("case", STEPS["sglang_hisparse"].cases, ids=lambda case: case.name)
+def test_the_step_on_a_gpu_asks_for_hisparse_as_sglang_reads_it(case, monkeypatch):
+    args = sglang_engine.parse(["--out", "x", *case.arguments()])
+    given = sglang_engine.server_arguments(args, Path("folder"))
+    assert given["disable_radix_cache"] and given["enable_deterministic_inference"]
+    if not args.hot_rows:
+        return
+    is_v32 = args.kv in sglang_engine.PREFILL_BACKENDS
+    memory = SimpleNamespace(hisparse_config=given["hisparse_config"])
+    monkeypatch.setattr(factory, "get_memory", lambda: memory)
+    found = factory.parse_hisparse_config()
+    assert given["enable_hisparse"] and found.device_buffer_size == args.hot_rows
+    assert found.top_k == (2048 if is_v32 else 512)
+    known = hisparse_hook.HISPARSE_CUDA_DSA_BACKENDS_BY_DTYPE[given["kv_cache_dtype"]]
+    assert not is_v32 or {given["dsa_prefill_backend"], given["dsa_decode_backend"]} <= known
 
 
 def test_the_coordinator_and_the_pool_call_functions_that_are_ours():
