@@ -231,7 +231,7 @@ def timed(llm, args: argparse.Namespace) -> dict:
         long.subtract(short)
         one["decode"] = per(long, DECODE_STEPS)
         result[str(batch)] = one
-        print("TIMED", batch, round(sum(us for us, _ in one["decode"].values())), "us a step", flush=True)
+        print("TIMED", batch, round(sum(us for us, *_ in one["decode"].values())), "us a step", flush=True)
     return result
 
 

@@ -233,7 +233,7 @@ def times_of(runner: Runner, args: argparse.Namespace, number: int, size: int) -
         one["prefill"] = per(kernels(lambda: [runner.extend([prompt]) for prompt in ids[:2]]), 2)
     runner.decode(batch, TIMED_STEPS, g)
     one["decode"] = per(kernels(lambda: runner.decode(batch, TIMED_STEPS, g)), TIMED_STEPS)
-    print("TIMED", size, round(sum(us for us, _ in one["decode"].values())), "us a step", flush=True)
+    print("TIMED", size, round(sum(us for us, *_ in one["decode"].values())), "us a step", flush=True)
     return one
 
 
