@@ -5,6 +5,7 @@ reports a Hopper GPU. Nothing can run on it. To be imported before the engine.
 import importlib.abc
 import importlib.machinery
 import sys
+from functools import cache
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -105,6 +106,7 @@ def pretend(*compiled: str, absent: tuple[str, ...] = ()) -> None:
     torch.cuda.current_device = lambda: 0
 
 
+@cache  # a process pretends once
 def pretend_vllm() -> None:
     """vLLM's platform is a Hopper GPU."""
     pretend("vllm._", "vllm.cumem_allocator", "vllm.vllm_flash_attn._vllm_fa", "vllm.spinloop")
@@ -135,6 +137,7 @@ def pretend_vllm() -> None:
     vllm.platforms._current_platform = type("Pretended", (cuda.CudaPlatformBase,), methods)()
 
 
+@cache
 def pretend_sglang() -> None:
     """Its configurations of models are left out: they import half of transformers."""
     absent = (
