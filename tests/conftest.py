@@ -1,3 +1,4 @@
+import gc
 import os
 import re
 from collections import Counter
@@ -8,6 +9,8 @@ import emulation
 import pytest
 import torch
 
+# assert_close would import torch.distributed.tensor, for seconds, to see that no tensor is distributed.
+torch.testing._comparison._HAS_DTENSOR = False
 pytest.register_assert_rewrite("assertions", "code_cases", "error_cases", "prefill_cases", "ragged_cases")
 from op_samples import NO_KERNEL
 
@@ -71,6 +74,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = items[index - 1 :: shards]
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % shards != index - 1])
         items[:] = kept
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live until the end: the garbage collector, off while they are made, skips them."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
