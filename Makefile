@@ -75,10 +75,10 @@ headers: build  ## 10 min   every header of csrc/cuda compiles alone
 # The GPU libraries' tests without a GPU, of those that were built: AMD's machine code and NVIDIA's PTX are executed
 # instruction by instruction. `make machine-gfx90a` is one list more, and with WHOLE=1 a list leaves out nothing.
 MACHINES ?= sm_90a sm_80 gfx942 gfx950  # the longest first
-NOT_EMULATED = opcheck or compile
+NOT_EMULATED = opcheck or compile or extra_memory  # which executes nothing here
 ifndef WHOLE  # what takes minutes: an H200 runs it, or another test of the same kernel stands for it
   NOT_EMULATED += or many_queries or (hostile_geometry and 900)
-  NOT_EMULATED += or (prefill_entries and not index_rows_give and not (tiles_of_neighbours and query_lens1 and dsv4))
+  NOT_EMULATED += or (prefill_entries and not index_rows_give and not (tiles_of_neighbours and $(TILES) and dsv4))
   NOT_EMULATED += or (nan_reaches_those and not 64-24)
   NOT_EMULATED += or (long_rows_are_chosen and (300000 or 8-90000) and not 1-1-300000-random)
   NOT_EMULATED += or (keys_of_long_rows and not lens4)
@@ -95,6 +95,8 @@ tests_of = $(foreach op,$(1),$(wildcard tests/ops/test_$(op)*))
 
 machine: build $(addprefix machine-,$(MACHINES))  ## 10 min   GPU libraries' code, executed on the CPU: four lists of tests
 
+TILES = short
+machine-sm_90a: TILES = forty  # which alone gives neighbours a tile
 # In CI every library is there: pytest says which one is not.
 machine-sm_%:
 	[ -z "$$CI" -a ! -e build/tests/libmla_fp8_emulated_cuda.so ] || $(EMULATED) --emulated sm_$* \
@@ -114,7 +116,7 @@ fuzz: $(STAMP)  ## 4 min    random calls under sanitizers
 	PYTHON=$(CURDIR)/$(BIN)/python ci/fuzz.sh $(FUZZ)
 
 # The plug-ins in the Python modules of vLLM and SGLang; skipped where the package index cannot be reached.
-engines: build-cpu  ## 3 min    the plug-ins in the sources of vLLM and SGLang
+engines: build-cpu  ## 2 min    the plug-ins in the sources of vLLM and SGLang
 	$(BIN)/python ci/engines/probe.py
 
 bench: build  ##          every benchmark of the GPU that is here

@@ -103,7 +103,8 @@ def test_every_kernel_over_lists(layout, heads, group, num_q_heads, overlap):
     by = {"kernel": "many_heads", "schedule": "split", "heads": heads, "splits": 1}
     got = case.run_by(**by, query_groups=group)
     assert_attention(case, got)
-    assert_same(case.run_by(**by, query_groups=group), got)
+    for _ in emulation.runs(2)[1:]:
+        assert_same(case.run_by(**by, query_groups=group), got)
     out, max_logits, lse = case.run_by(**by, query_groups=group, max_logits=False)
     assert torch.equal(out, got[0]) and torch.equal(lse, got[2]) and max_logits.numel() == 0
 

@@ -133,7 +133,8 @@ def test_every_variant(variant, num_tokens, extra):
         assert all(not t.isnan().any() for t in results)
         some = some_tokens(case)
         assert_attention(case, results, some)
-        assert_same(variant.run(case), results)
+        for _ in emulation.runs(2)[1:]:
+            assert_same(variant.run(case), results)
         out, *max_logits, lse = variant.run(case, max_logits=False)
         assert torch.equal(out, results[0]) and torch.equal(lse, results[-1])
         assert all(x.numel() == 0 for x in max_logits)

@@ -76,7 +76,7 @@ def test_candidates_are_thrown_away_exactly(order, next_n, topk, pin_last, devic
         alone.index_cache, alone.page_table.expand(requests, -1).contiguous(), None, alone.layout,
         alone.page_size, {"row_lens": ints([n] * rows, device), "next_n": next_n},
     )  # fmt: skip
-    for _ in range(2):
+    for _ in emulation.runs(2):
         positions, _, lens = many.topk(topk, pin_last=pin_last)
         assert torch.equal(positions, want.expand(rows, -1)) and (lens == topk).all()
 

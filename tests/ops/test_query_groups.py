@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import emulation
 import pytest
 import torch
 from assertions import assert_attention, assert_same
@@ -38,7 +39,8 @@ def test_agrees_with_float64_over_poisoned_caches(layout, group, num_q_heads, ov
     )
     got = case.decode(query_groups=group)
     assert_attention(case, got)
-    assert_same(case.decode(query_groups=group), got)
+    for _ in emulation.runs(2)[1:]:
+        assert_same(case.decode(query_groups=group), got)
     assert_attention(case, case.prefill(query_groups=group))
 
 

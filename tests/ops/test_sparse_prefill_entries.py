@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import emulation
 import pytest
 import torch
 from assertions import assert_attention, assert_same
@@ -73,14 +74,17 @@ def test_many_queries(layout, num_q_heads, ratio, device):
     edges = torch.tensor([0, 2, 3, 4, 702, 703, 704, 705, 706, 2205, 2206, 2538, 2540], device=device)
     got = case.run()
     assert_attention(case.case, got, torch.cat([edges, some]))
-    assert_same(case.run(), got)
+    for _ in emulation.runs(2)[1:]:
+        assert_same(case.run(), got)
 
 
 @pytest.mark.parametrize("name", ["dsv4", "bf16_512"])
-@pytest.mark.parametrize("query_lens", [[700], [6] * 40])
-def test_tiles_of_neighbours(name, query_lens, device):
+@pytest.mark.parametrize(
+    "query_lens, shortest", [([700], 1100), ([6] * 40, 1100), ([6] * 40, 90)], ids=["one", "forty", "short"]
+)
+def test_tiles_of_neighbours(name, query_lens, shortest, device):
     """On sm_90 175 tiles, 43 of which are a wave of their own, and a tile for each request."""
-    lens = [1100 + n for n in range(len(query_lens))]
+    lens = [shortest + n for n in range(len(query_lens))]
     case = make_entries_case(
         KV_LAYOUTS[name], device, query_lens=query_lens, seq_lens=lens, ratio=1, window_size=128,
         num_q_heads=16, padding=0,
@@ -90,7 +94,8 @@ def test_tiles_of_neighbours(name, query_lens, device):
     )
     got = case.run()
     assert_attention(case.case, got, edges)
-    assert_same(case.run(), got)
+    for _ in emulation.runs(2)[1:]:
+        assert_same(case.run(), got)
 
 
 @pytest.mark.parametrize("name", ["dsv4", "bf16_512"])

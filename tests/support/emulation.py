@@ -42,6 +42,12 @@ def executes(*gpus: str) -> bool:
     return any(gpu in (gpus or GPUS) for gpu in _loaded)
 
 
+def runs(count: int) -> range:
+    """Of so many runs that have to give the same bits those that can differ: on an emulated GPU one, as every
+    CTA executes its code in the same order again."""
+    return range(1 if executes() else count)
+
+
 def is_cuda(device: str) -> bool:
     """Whether the CUDA library serves this device; an emulated GPU takes CPU tensors."""
     return device.startswith("cuda") or executes(*NVIDIA)
