@@ -102,6 +102,8 @@ def _engines(ran: dict[str, dict], shown: set[str]) -> str:
         if name not in shown:
             continue
         distance = difference(result, *exact_of(name, ran))
+        if distance is None and name.startswith("stock-"):  # beside who writes rows
+            distance = difference(result, *exact_of(name.replace("stock", WRITES_ROWS[0], 1), ran))
         distances = [distance, decode_to_prompts(result)]
         shown_distances = " | ".join("" if x is None else f"{x:.4f}" for x in distances)
         selected = ", ".join(result.get("selected", []))

@@ -1,5 +1,6 @@
 """What ci/engines does around engines: fatbins trimmed, kernels attributed, verdicts."""
 
+import collections
 import contextlib
 import struct
 import subprocess
@@ -340,6 +341,34 @@ def test_who_is_timed_waits_for_all_engines_of_its_step(tools, tmp_path):
         path.unlink()
     assert not engine.write_result(lambda args: 1 / 0, args("failed"))
     assert [path.name[:6] for path in (tmp_path / "turns").iterdir()] == ["ready."]
+
+
+@pytest.mark.parametrize("engine_of", ["vLLM", "SGLang"])
+def test_a_batch_is_timed_as_parts_takes_it(engine_of, tools, monkeypatch):
+    """Everything around the profiler, up to the table."""
+    import engine  # noqa: PLC0415
+    import parts  # noqa: PLC0415
+    import sglang_engine  # noqa: PLC0415
+
+    ran: list[int] = []
+    steps = collections.Counter({("nvjet", "us"): 8.0, ("nvjet", "n"): 4, ("nvjet", "graph"): 4})
+    for module in (engine, sglang_engine):
+        monkeypatch.setattr(module, "kernels", lambda run: (run(), steps.copy())[1])
+    if engine_of == "vLLM":
+        monkeypatch.setattr(engine, "generate", lambda llm, ids, new: ran.append(len(ids)))
+        args = engine.parse(["--who", "ours", "--out", "x", "--batches", "2", "3", "--context", "8"])
+        found = engine.timed(None, args)
+    else:
+        batch = SimpleNamespace(merge_batch=lambda other: None)
+        runner = SimpleNamespace(
+            runner=SimpleNamespace(clear=lambda: None), extend=lambda ids: ran.append(len(ids)) or batch,
+            decode=lambda batch, steps, g: None,
+        )  # fmt: skip
+        args = sglang_engine.parse(["--who", "ours", "--out", "x", "--batches", "2", "3", "--context", "8"])
+        found = {str(n): sglang_engine.times_of(runner, args, i, n) for i, n in enumerate(args.batches)}
+    assert ran and [set(one) for one in found.values()] == [{"prefill", "decode"}, {"decode"}]
+    step = parts.Step(found["2"]["prefill"], layers=2)
+    assert step.parts["GEMMs"][1] == 1 and parts.table("a step", {"ours": step})
 
 
 def test_every_step_of_the_matrix_names_engines_that_there_are(tools):
