@@ -43,7 +43,7 @@ FULL = (
     Phase("2 K", 2048, 16, 64, 1500, 1e-3, 0.995, 0.25),
     Phase("8 K", 8192, 4, 192, 600, 7e-4, 0.998, 0.3),
     Phase("16 K", 16384, 2, 384, 600, 5e-4, share=0.5, falls=True),
-    Phase("indexer", 16384, 1, 384, 400, 2e-3, share=0.5, what="indexer", falls=True),
+    Phase("indexer", 16384, 1, 384, 1000, 1e-3, share=0.5, what="indexer", falls=True),
     Phase("sparse", 16384, 1, 384, 60, 1e-4, share=0.8, what="sparse", falls=True),
 )
 TINY_CONFIG = Config(
@@ -51,12 +51,13 @@ TINY_CONFIG = Config(
     max_length=1024,
 )  # fmt: skip
 TINY = (
-    Phase("short", 96, 16, 4, 1500, 2e-3, 0.9),
+    Phase("short", 96, 16, 4, 1500, 1e-3, 0.9),
     Phase("long", 256, 8, 12, 300, 1e-3, 0.98),
-    Phase("indexer", 256, 4, 12, 100, 2e-3, what="indexer", falls=True),
+    Phase("indexer", 256, 4, 12, 100, 1e-3, what="indexer", falls=True),
     Phase("sparse", 256, 4, 12, 30, 2e-4, what="sparse", falls=True),
 )
 ROWS, WARM_UP = 256, 100
+MUON = 20.0  # times AdamW's learning rate
 LOOK, SHOW_SECONDS, SAVE_SECONDS = 10, 4, 45  # steps between looks at what is right
 EXAMPLES = 8  # of each length, whose first answer is kept: engines have to agree
 
@@ -69,9 +70,7 @@ class Training:
         self.config, self.phases = (TINY_CONFIG, TINY) if options.tiny else (Config(), FULL)
         torch.manual_seed(self.seed)
         self.model = Model(self.config).to(self.device)
-        more = {"betas": (0.9, 0.95), "lr": 1e-3, "fused": self.device != "cpu"}
-        self.main = torch.optim.AdamW(self.groups(indexer=False), **more)
-        self.index = torch.optim.AdamW(self.groups(indexer=True), **more)
+        self.main, self.index = self.optimizers(indexer=False), self.optimizers(indexer=True)
         self.phase = self.step = 0
         self.seconds = self.began = 0.0  # of training, all in all; and when the phase began
         self.right = torch.zeros((), device=self.device)
@@ -81,16 +80,22 @@ class Training:
         if self.state.exists():
             self.load()
 
-    def groups(self, *, indexer: bool) -> list[dict]:
-        """Matrices decay, all else does not."""
-        mine = [p for name, p in self.model.named_parameters() if (".indexer." in name) == indexer]
+    def optimizers(self, *, indexer: bool) -> list[torch.optim.Optimizer]:
+        """Muon for the matrices of layers, AdamW for the rest. AdamW alone takes many times as many steps."""
+        mine = [(name, p) for name, p in self.model.named_parameters() if (".indexer." in name) == indexer]
+        matrices = [p for name, p in mine if p.dim() == 2 and ".layers." in name]
+        rest = [p for name, p in mine if not (p.dim() == 2 and ".layers." in name)]
+        more = {"betas": (0.9, 0.95), "fused": self.device != "cpu"}
         return [
-            {"params": [p for p in mine if p.dim() > 1], "weight_decay": 0.02},
-            {"params": [p for p in mine if p.dim() == 1], "weight_decay": 0.0},
+            torch.optim.Muon([{"params": matrices, "times": MUON}], weight_decay=0.0),
+            torch.optim.AdamW([{"params": rest, "times": 1.0}], weight_decay=0.01, **more),
         ]
 
     def parts(self) -> dict:
-        return {"model": self.model, "main": self.main, "index": self.index}
+        parts = {"model": self.model}
+        for name, optimizers in (("main", self.main), ("index", self.index)):
+            parts |= {f"{name} {type(x).__name__}": x for x in optimizers}
+        return parts
 
     def load(self) -> None:
         found = torch.load(self.state, map_location=self.device, weights_only=True)
@@ -147,15 +152,15 @@ class Training:
         rate = phase.rate * min(1.0, (self.step + 1) / WARM_UP if phase.what != "sparse" else 1.0)
         if phase.falls:
             rate *= 1 - 0.9 * self.progress(phase)
-        optimizers = {"dense": [self.main], "indexer": [self.index], "sparse": [self.main, self.index]}
-        for optimizer in optimizers[phase.what]:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
         self.loss(phase).backward()
-        for optimizer in optimizers[phase.what]:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
+        trained = {"dense": [self.main], "indexer": [self.index], "sparse": [self.main, self.index]}
+        for optimizers in trained[phase.what]:
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
+            for group in groups:
+                group["lr"] = rate * group["times"]
+            for optimizer in optimizers:
+                optimizer.step()
         self.model.zero_grad(set_to_none=True)
 
     def progress(self, phase: Phase) -> float:
