@@ -30,7 +30,6 @@ WHO = {
     "layer": "+ layer ops",
     "whole": "+ index_topk",
 }
-OTHERS = tuple(dict.fromkeys(list(WHO.values())[1:]))
 Bar = dict[str, float]
 Case = tuple[str, str, str, str, str]  # engine, model, heads, phase, requests
 
@@ -81,22 +80,23 @@ def images() -> dict[str, str]:
 
 
 def table() -> str:
-    """What is no GEMM and no hyper-connection, by whose kernels, a line for each step of the charts."""
-    rows, found = [], read()
-    for case, sides in found.items():
-        if case[4] == "32":
+    """What is no GEMM and no hyper-connection, with FlashMLA and with most of what this package has for a
+    layer but its indexer."""
+    steps = {("prefill", "8"): "prefill", ("decode", "8"): "decode of 8", ("decode", "128"): "decode of 128"}
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for (engine, model, heads, *step), sides in read().items():
+        if tuple(step) not in steps:
             continue
         mine = {
             who: sum(us for p, us in bar(parts).items() if p not in NOT_OURS) for who, parts in sides.items()
         }
-        stock = mine.pop("stock")
-        cells = {WHO[who]: f"{us:.0f} ({us / stock:.2f})" for who, us in mine.items()}
-        engine, model, heads, phase, requests = case
-        step = phase if phase == "prefill" else f"decode of {requests}"
-        of = f"{model.partition(',')[0]}, {engine.partition(' ')[0]}", heads, step
-        rows.append([*of, f"{stock:.0f}", *(cells.get(who, "") for who in OTHERS)])
-    head = ["model", "heads", "step", "FlashMLA", *OTHERS]
-    return markdown(head, rows)
+        who = next(who for who in ("layer", "ours", "calls") if who in mine)
+        row = f"{model.partition(',')[0]}, {engine.partition(' ')[0]}", heads, WHO[who].removeprefix("+ ")
+        cell = f"{mine['stock']:.0f} → {mine[who]:.0f} ({mine[who] / mine['stock']:.2f})"
+        rows.setdefault(row, {})[steps[tuple(step)]] = cell
+    names = list(steps.values())
+    lines = [[*row, *(cells.get(name, "") for name in names)] for row, cells in rows.items()]
+    return markdown(["model", "heads", "with", *names], lines)
 
 
 NOT_OURS = ("GEMMs", "hyper-connections")
