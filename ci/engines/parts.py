@@ -12,26 +12,27 @@ PARTS = {
     "sampling": (
         "gumbel", "arg_?max", "topk_topp", "sampl", "logprob", "rejection_", "_penalties_", "_temperature_",
         "_min_p_", "_bad_words_", "_bias_kernel", "soft_?max", "multinomial", "radix_sort", "bincount",
-        "_ranks_",
+        "_ranks_", "softcap",
     ),
     "inputs of a step": (
         "_prepare_", "slot_mapping", "block_table", "_post_update", "req_to_token", "metadata", "seqlen",
         "seq_lens", "_expand_idx_mapping", "_expand_page", "embed", "position", "_local_seq", "write_req",
         "swa_meta", "compute_swa_indices", "_apply_write", "_zero_kv_blocks", "_token_request_mapping",
-        "compute_.*_loc",
+        "compute_.*_loc", r"\balloc_(decode|extend)",
     ),
     "indexer": (
         "mqa_logits", "index_scan", "index_merge", "index_logits", "gather_indexer", "topk_?unified",
         "topk_main", "top_?kper_row", "(persistent|sampled|cooperative)_topk", "topk_transform", "fast_topk",
         "filtered_topk", "radix_topk", "_upcast_logits", "_block_scores", "_finalize_candidates",
-        "_keylist", "_mask_candidates", "fp32_logits",
+        "_keylist", "_mask_candidates", "fp32_logits", "index_(list|blocks)_kernel", "paged_indexer_topk",
+        "amax8_varlen",
     ),
     "queries": (
         "fused_q_kernel", "concat_mlaq", "concat_mla_absorb_q", "hadamard", "act_quant",
         "indexer_q(?!uant)", "q_?norm_rope", "prepare_queries", "pad_q_heads", "rope_inplace", "fused_rope",
-        "rotary", "_q_kv_norm_quant",
+        "rotary", "_q_kv_norm_quant", "deepseek_rope", "rope_tail", "triton_poi_fused_mul",
     ),
-    "rows of pages": ("gather_and_upconvert", "gather_k_?cache", "dequanti[sz]e"),
+    "rows of pages": ("gather_and_upconvert", "gather_k_?cache", "dequanti[sz]e", "get_k_and_s"),
     "keys and caches": (
         "norm_rope", "concat_and_cache", "concat_mla", "fused_store", "compress", "partial_states",
         "prepare_keys", "set_mla_kv", "set_k_and_s", "quantize_kv", "quantize_index_k",
@@ -41,7 +42,7 @@ PARTS = {
     "indices": (
         "convert_req_index", "remap", "combine_topk", "global_topk", "topk_to_slots", "topk_lens",
         "build_swa", "plan_shared", "short_context_topk", "transform_index", "pack_topk", "translate",
-        "create_.*_indices", "safe_lengths",
+        "create_.*_indices", "safe_lengths", "swa_page_indices",
     ),
     "attention": (
         "mla_fp8.*(attention|decode|prefill|few_heads|many_heads|bf16_tiles|merge|parts)", "sparse_attn",

@@ -79,6 +79,11 @@ def test_an_entry_that_is_not_understood_changes_nothing(tmp_path):
         ("void vllm::fused_add_rms_norm_kernel<...>", "norms, activation"),
         ("mhc_pre_big_fuse_tilelang_kernel", "hyper-connections"),
         ("void sglang::topk_main_kernel<true, 2>", "indexer"),
+        ("_finish_paged_indexer_topk_kernel", "indexer"),
+        ("mla_fp8::gpu::index_list_kernel(mla_fp8::gpu::(anonymous namespace)::ListArgs)", "indexer"),
+        ("_rope_tail_fake_quant_fp4_kernel", "queries"),
+        ("Memcpy DtoD (Device -> Device)", "copies, fills"),
+        ("_get_k_and_s_triton_kernel", "rows of pages"),
         ("a_kernel_of_nobody", "rest"),
     ],
 )
