@@ -35,7 +35,9 @@ ACCURACY_LENGTHS = (3000, 4100, 5200, 6000, 200, 2500)
 CONTEXT, FIRST_STEPS, DECODE_STEPS = 4096, 16, 48
 FIRST_TOKEN_PROMPT, FIRST_TOKEN_RUNS = 64, 60
 V4_CACHE = "dsv4"
-GLM = {"glm52": "fp8_ds_mla", "glm52_bf16": "bfloat16"}  # its caches
+# The caches of other models than V3.2, and what these change.
+GLM = {"glm52": "fp8_ds_mla", "glm52_bf16": "bfloat16", "glm53": "fp8_ds_mla", "glm53_bf16": "bfloat16"}
+CHANGES = {"glm52": model.GLM, "glm53": model.GLM_POOLS}
 HOST_GIB, HOT_GPU_BYTES = 2, 96 << 20  # HiSparse: the GPU has less than the rows of all prompts
 
 
@@ -94,12 +96,14 @@ def options(args: argparse.Namespace, folder: str) -> dict:
         own["compilation_config"] = {"cudagraph_capture_sizes": capture}
     if args.kv in GLM:
         own["kv_cache_dtype"] = GLM[args.kv]
+    if args.kv.startswith("glm53"):  # else vLLM expects layers of linear attention
+        own["hf_overrides"] = {"layer_types": ["full_attention"] * args.layers}
     if args.kv == V4_CACHE:  # its layer knows vLLM's backends only; warm-up is for kernels that are replaced
         own |= {"kv_cache_dtype": "fp8", "block_size": v4_model.PAGE}
         own |= {"kernel_config": {"enable_jit_warmup": False}}
     elif args.who not in ("stock", "calls"):
         own["attention_backend"] = "MLA_FP8"
-    elif args.kv == "bfloat16":
+    elif own["kv_cache_dtype"] == "bfloat16":
         own["attention_backend"] = "FLASHMLA_SPARSE"
     if args.mtp:
         own["speculative_config"] = {"method": "mtp", "num_speculative_tokens": args.mtp}
@@ -266,7 +270,8 @@ def run(args: argparse.Namespace) -> dict:
     if args.kv == V4_CACHE:
         v4_model.write_config(folder, args.heads, args.layers, model.VOCABULARY, longest(args))
     else:
-        model.write_config(folder, args.heads, args.layers, longest(args), glm=args.kv in GLM)
+        changes = CHANGES.get(args.kv.partition("_bf16")[0], {})
+        model.write_config(folder, args.heads, args.layers, longest(args), changes)
     import vllm
 
     result = {"vllm": vllm.__version__, "torch": torch.__version__}
@@ -276,7 +281,7 @@ def run(args: argparse.Namespace) -> dict:
 
         if args.who == "exact":
             (spies.exact_v4 if args.kv == V4_CACHE else spies.exact_attention)()
-        spies.count_calls(ours=args.who != "stock")
+        spies.count_calls(ours=args.who != "stock", pools=args.kv.startswith("glm53"))
         calls = spies.CALLS
     begin = time.time()
     llm = vllm.LLM(**options(args, str(folder)))

@@ -1,4 +1,4 @@
-"""Models with DeepSeek V3.2's and GLM-5.2's attention and random weights, small in all other dimensions."""
+"""Models with DeepSeek V3.2's and GLM's attention and random weights, small in all other dimensions."""
 
 import collections
 import importlib.util
@@ -35,9 +35,19 @@ GLM = {
     "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32, "indexer_rope_interleave": True,
     "index_topk_pattern": "FSSSFS",
 }  # fmt: skip
+# GLM-5.3-Flash: its layers of MLA, which chooses pools of four keys and rotates nothing, without those of
+# linear attention and without hyper-connections.
+GLM_POOLS = {
+    "architectures": ["Glm5NextForCausalLM"], "model_type": "glm5_next_text", "qk_rope_head_dim": 0,
+    "qk_nope_head_dim": 256, "v_head_dim": 256, "index_n_heads": 32, "indexer_rope_interleave": True,
+    "index_kpool": 4, "index_kpool_always_select_tail": True, "mla_use_nope": True, "mhc": False,
+    "swiglu_limit": 10.0, "pad_token_id": 0, "num_nextn_predict_layers": 0,
+}  # fmt: skip
 
 
-def write_config(folder: Path, heads: int, layers: int, max_length: int, glm: bool = False) -> None:
+def write_config(
+    folder: Path, heads: int, layers: int, max_length: int, changes: dict[str, object] | None = None
+) -> None:
     config = {
         "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "torch_dtype": "bfloat16",
         "vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 2048,
@@ -52,7 +62,9 @@ def write_config(folder: Path, heads: int, layers: int, max_length: int, glm: bo
         "rope_theta": 10000, "tie_word_embeddings": False, "attention_bias": False,
         "num_nextn_predict_layers": 1, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02,
         "use_cache": True,
-    } | (GLM if glm else {})  # fmt: skip
+    } | (changes or {})  # fmt: skip
+    if "index_kpool" in config:
+        config["mlp_layer_types"] = ["dense"] * layers
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 

@@ -169,6 +169,7 @@ def _first_tokens(ran: dict[str, dict], shown: set[str]) -> str:
 MODELS = {
     "fp8_ds_mla": "V3.2",
     "glm52": "GLM-5.2",
+    "glm53": "GLM-5.3-Flash",
     "dsv4": "V4",
     "sglang": "V3.2",
     "sglang_pages": "V3.2, FP8 pages",

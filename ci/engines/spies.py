@@ -18,20 +18,21 @@ OURS = [
     for op in ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window",
                "index_topk", "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks")
     for form in ("", "_out")
-]  # fmt: skip
+] + ["pool_index_k"]  # fmt: skip
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
+POOLS = "vllm.models.glm5next.nvidia.sparse_indexer"  # has them by name, too
 LOGITS = "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits"  # there, of DeepGEMM
 
 
-def count_calls(ours: bool) -> None:
+def count_calls(ours: bool, pools: bool = False) -> None:
     """Calls of FlashMLA's kernels, of DeepGEMM's logits and of our ops, from Python.
 
     A graph's kernels were calls at its capture. To be called before plug-ins are loaded: what they leave out
-    is then not counted.
+    is then not counted. ``pools``: the model chooses pools of keys.
     """
-    indexer = import_module(INDEXER)
-    for name in LOGITS:
-        setattr(indexer, name, _counted(f"DeepGEMM.{name}", getattr(indexer, name)))
+    for indexer in map(import_module, (INDEXER, POOLS)[: 1 + pools]):
+        for name in LOGITS:
+            setattr(indexer, name, _counted(f"DeepGEMM.{name}", getattr(indexer, name)))
     theirs = import_module("vllm.third_party.flashmla.flash_mla_interface")
     theirs.flash_mla_cuda = _Counted("FlashMLA", theirs.flash_mla_cuda)
     _count_ours(ours)
