@@ -1,5 +1,6 @@
-"""What ranks exchange around attention: Exchange over symmetric memory beside its collectives (NCCL, packing
-and merge), and beside the bare collectives. A process a GPU, CUDA graphs of 20 calls, medians of rank 0.
+"""What ranks exchange around top-k and attention: Exchange over symmetric memory beside its collectives
+(NCCL, packing and merge), and beside the bare collectives. A process a GPU, CUDA graphs of 20 calls, medians
+of rank 0.
 
     python benchmarks/bench_context_parallel.py [--gpus 2] [--tokens 1 4 8 32 64 128] [--seconds 150]
 
@@ -20,6 +21,7 @@ import torch.multiprocessing as mp
 from mla_fp8.context_parallel import Exchange
 
 CALLS, ROUNDS = 20, 15
+TOPK, PAGE = 2048, 64
 Call = Callable[[], object]
 
 
@@ -51,8 +53,8 @@ def median_us(calls: dict[str, Call], group: dist.ProcessGroup) -> dict[str, flo
 def case(tokens: int, heads: int, group: dist.ProcessGroup) -> dict[str, float]:
     world_size = dist.get_world_size(group)
     device, own = torch.device("cuda", torch.cuda.current_device()), heads // world_size
-    ours = Exchange(group, tokens, heads)
-    nccl = Exchange(group, tokens, heads, symmetric=False)
+    ours = Exchange(group, tokens, heads, max_candidates=TOPK)
+    nccl = Exchange(group, tokens, heads, max_candidates=TOPK, symmetric=False)
     if ours.transport != "symmetric memory":
         raise SystemExit("no symmetric memory here")
     q = torch.randn(tokens, own, 576, device=device).bfloat16()
@@ -63,6 +65,18 @@ def case(tokens: int, heads: int, group: dist.ProcessGroup) -> dict[str, float]:
     assert torch.equal(ours.gather_queries(q), nccl.gather_queries(q))
     for x, y in zip(ours.merge(out, lse), nccl.merge(out, lse), strict=True):
         assert torch.equal(x, y)
+    scores = torch.randn(tokens, TOPK, device=device)
+    positions = torch.rand(tokens, 4 * TOPK, device=device).argsort(1)[:, :TOPK].int()
+    table = torch.arange(tokens * 4 * TOPK // PAGE, device=device).int().view(tokens, -1)
+
+    def choose(exchange: Exchange) -> list[torch.Tensor | None]:
+        chosen = exchange.merge_topk(
+            scores, positions, topk=TOPK, interleave=1, page_table=table, page_size=PAGE
+        )
+        return list(chosen)
+
+    for chosen, wanted in zip(choose(ours), choose(nccl), strict=True):
+        assert chosen is not None and wanted is not None and torch.equal(chosen, wanted)
     sent = out.view(tokens, world_size, own, 512).transpose(0, 1).contiguous()
     received, gathered = torch.empty_like(sent), q.new_empty(world_size * tokens, own, 576)
 
@@ -72,6 +86,8 @@ def case(tokens: int, heads: int, group: dist.ProcessGroup) -> dict[str, float]:
 
     return median_us(
         {
+            "choice": lambda: choose(ours),
+            "choice, NCCL": lambda: choose(nccl),
             "step": lambda: step(ours),
             "step, NCCL": lambda: step(nccl),
             "merge": lambda: ours.merge(out, lse),

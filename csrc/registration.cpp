@@ -363,15 +363,16 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
                "Tensor outs, Tensor lses, *, Tensor? attn_sink=None, float base=2.7182818284590451",
                "(Tensor out, Tensor lse)", "Tensor(a!) out, Tensor(b!) lse")
   // CUDA only, for mla_fp8.context_parallel.
-  DEF(_gather_queries,
-      "Tensor q, *, int[] peers, int rank, float time_limit, Tensor(a!) queries, Tensor(b!) flags, "
-      "Tensor(c!) calls",
-      "()")
-  DEF(_exchange_states,
-      "Tensor out, Tensor lse, *, Tensor? attn_sink=None, float base=2.7182818284590451, int[] peers, "
-      "int rank, float time_limit, Tensor(a!) outs, Tensor(b!) lses, Tensor(c!) flags, Tensor(d!) calls, "
-      "Tensor(e!) merged, Tensor(f!) merged_lse",
-      "()")
+#define PEERS ", int[] peers, int rank, float time_limit, Tensor(a!) flags, Tensor(b!) calls, "
+#define DEF_EXCHANGE(op, arguments, written) DEF(op, arguments PEERS written, "()")
+  DEF_EXCHANGE(_gather_queries, "Tensor q, Tensor? q_rope=None, *", "Tensor(c!) queries")
+  DEF_EXCHANGE(_exchange_states,
+               "Tensor out, Tensor lse, *, Tensor? attn_sink=None, float base=2.7182818284590451",
+               "Tensor(c!) outs, Tensor(d!) lses, Tensor(e!) merged, Tensor(f!) merged_lse")
+  DEF_EXCHANGE(_exchange_scores,
+               "Tensor scores, Tensor positions, *, SymInt topk, int? interleave=None, "
+               "Tensor? page_table=None, int page_size=1, int next_n=1",
+               "Tensor(c!) candidates, Tensor(d!) out_positions, Tensor(e!)? out_slots, Tensor(f!) out_lens")
   DEF_WITH_OUT(merge_topk,
                "Tensor scores, Tensor positions, *, SymInt topk, int? rank=None, int? interleave=None",
                "(Tensor positions, Tensor lens)", "Tensor(a!) out_positions, Tensor(b!) out_lens")

@@ -65,7 +65,7 @@
   MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)               \
   MLA_FP8_INDEX_OPS(X) MLA_FP8_FLASH_MLA_OPS(X)             \
   X(_sparse_attention) X(_sparse_attention_window)          \
-  X(_gather_queries) X(_exchange_states)
+  X(_gather_queries) X(_exchange_states) X(_exchange_scores)
 #define MLA_FP8_HIP_OPS(X)                                  \
   MLA_FP8_COMMON_OPS(X) MLA_FP8_SPARSE_OPS(X)               \
   X(_sparse_attention) X(_sparse_attention_window)
@@ -249,11 +249,15 @@ void merge_partial_states_out(const Tensor& outs, const Tensor& lses, const Opti
                               double base, Tensor out, Tensor lse);
 
 // Exchange between ranks, on CUDA (mla_fp8.context_parallel).
-void _gather_queries(const Tensor& q, std::vector<int64_t> peers, int64_t rank, double time_limit,
-                     Tensor queries, Tensor flags, Tensor calls);
+#define MLA_PEER_ARGUMENTS \
+  std::vector<int64_t> peers, int64_t rank, double time_limit, Tensor flags, Tensor calls
+void _gather_queries(const Tensor& q, const OptionalTensor& q_rope, MLA_PEER_ARGUMENTS, Tensor queries);
 void _exchange_states(const Tensor& out, const Tensor& lse, const OptionalTensor& attn_sink, double base,
-                      std::vector<int64_t> peers, int64_t rank, double time_limit, Tensor outs, Tensor lses,
-                      Tensor flags, Tensor calls, Tensor merged, Tensor merged_lse);
+                      MLA_PEER_ARGUMENTS, Tensor outs, Tensor lses, Tensor merged, Tensor merged_lse);
+void _exchange_scores(const Tensor& scores, const Tensor& positions, int64_t topk,
+                      std::optional<int64_t> interleave, const OptionalTensor& page_table, int64_t page_size,
+                      int64_t next_n, MLA_PEER_ARGUMENTS, Tensor candidates, Tensor out_positions,
+                      OptionalTensor out_slots, Tensor out_lens);
 
 void quantize_index_k(const Tensor& k, const Tensor& slot_mapping, Tensor index_cache, int64_t layout,
                       int64_t page_size, std::string scale_format, std::optional<double> amax_floor,

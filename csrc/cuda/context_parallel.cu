@@ -1,8 +1,8 @@
-// Exchanges tensors between ranks: queries of all heads before attention, partial results after it. A CTA
-// stores its part into every rank's memory, raises its flag there, and waits for the same CTA of each rank.
-// No wait hangs: a CTA stores all and raises all flags before its first wait, and the grid is no larger than
-// what runs at once. So each flag that is waited for is raised, in whatever order CTAs begin. Bound: the
-// latency of a flag; from 128 tokens on the links.
+// Exchanges tensors between ranks: candidates of the top-k, queries of all heads before attention, partial
+// results after it. A CTA stores its part into every rank's memory, raises its flag there, and waits for the
+// same CTA of each rank. No wait hangs: a CTA stores all and raises all flags before its first wait, and the
+// grid is no larger than what runs at once. So each flag that is waited for is raised, in whatever order CTAs
+// begin. Bound: the latency of a flag; from 128 tokens on the links.
 
 #include "ops/context_parallel.h"
 
@@ -11,6 +11,8 @@
 #include "cuda/device/divide.cuh"
 #include "cuda/device/launch.cuh"
 #include "cuda/merge_states.cuh"
+#include "cuda/merge_topk.cuh"
+#include "cuda/topk_to_slots.cuh"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -99,7 +101,10 @@ __global__ void __launch_bounds__(kExchangeThreads)
        i += int64_t{gridDim.x} * kExchangeThreads) {
     const int64_t row = args.pieces(i), token = args.num_heads(row), head = row - token * p.num_heads;
     const int64_t element = (i - row * pieces) * kPiece;
-    const Words<4> x = load_if<4>(p.q + token * p.q_stride_token + head * p.q_stride_head + element, true);
+    const uint16_t* from = p.q + token * p.q_stride_token + head * p.q_stride_head + element;
+    if (element >= p.first_rope)
+      from = p.q_rope + token * p.q_rope_stride_token + head * p.q_rope_stride_head + element - p.first_rope;
+    const Words<4> x = load_if<4>(from, true);
     const int64_t to = (token * p.memory.world_size + p.memory.rank) * p.num_heads + head;
     for (int r = 0; r < p.memory.world_size; ++r)
       store(call.of_rank(p.queries + to * p.head_dim + element, call.rank_behind(r)), x);
@@ -213,6 +218,56 @@ __global__ void __launch_bounds__(kExchangeThreads)
   call.end();
 }
 
+struct ExchangeScoresArgs {
+  ExchangeScoresParams p;
+  Divider per_list;
+  TopkToSlotsArgs slots;
+};
+
+// Sends a row of candidates to every rank, this one too.
+__device__ __forceinline__ void send_candidates(const ExchangeScoresParams& p, const PeerCall& call,
+                                                int64_t row, int32_t* to) {
+  constexpr int kPiece = 4;
+  const MergeTopkParams& m = p.merge;
+  for (int64_t i = int64_t{threadIdx.x} * kPiece; i < 2 * m.per_list; i += kMergeTopkThreads * kPiece) {
+    const bool is_score = i < m.per_list;
+    const int64_t place = is_score ? i : i - m.per_list;
+    const void* from = is_score ? static_cast<const void*>(p.scores + row * p.scores_stride_row + place)
+                                : p.positions + row * p.positions_stride_row + place;
+    const Words<4> x = load_if<4>(from, true);
+    int32_t* own = to + place + (is_score ? 0 : m.positions - p.candidates);
+    for (int r = 0; r < p.memory.world_size; ++r) store(call.of_rank(own, call.rank_behind(r)), x);
+  }
+}
+
+// A CTA merges the rows that it has sent; with a page table it also finds the slots of this rank's own.
+__global__ void __launch_bounds__(kMergeTopkThreads)
+    exchange_scores_kernel(const __grid_constant__ ExchangeScoresArgs args) {
+  MLA_SHARED(MergeTopkSmem, smem);
+  const ExchangeScoresParams& p = args.p;
+  wait_for_previous_grid();
+  const PeerCall call(p.memory);
+  MergeTopkParams merge = p.merge;
+  const int64_t half = (call.number() & 1) * p.memory.world_size * merge.scores_stride_list;
+  merge.scores += half;
+  merge.positions += half;
+  int32_t* const own = p.candidates + half + p.memory.rank * merge.scores_stride_list;
+  for (int64_t row = blockIdx.x; row < merge.num_rows; row += gridDim.x)
+    send_candidates(p, call, row, own + row * merge.scores_stride_row);
+  call.raise();
+  call.wait();
+  for (int64_t row = blockIdx.x; row < merge.num_rows; row += gridDim.x) {
+    const int32_t count = merge_row(RankCandidates{merge, args.per_list, row}, smem);
+    if (p.slots.page_table) {
+      const TopkToSlotsRow of_row = topk_to_slots_row(args.slots.p, row, [count] { return count; });
+      pack_slots<kMergeTopkThreads>(args.slots, of_row, smem.team.staged, row);
+    } else if (threadIdx.x == 0) {
+      merge.out_lens[row] = count;
+    }
+  }
+  call.end();
+}
+
 void gather_queries(const GatherQueriesParams& p, gpuStream_t stream) {
   const int64_t pieces = p.head_dim / 8;
   const int64_t wanted = ceil_div<int64_t>(p.num_tokens * p.num_heads * pieces, kExchangeThreads);
@@ -227,6 +282,16 @@ void exchange_states(const ExchangeStatesParams& p, gpuStream_t stream) {
   launch(exchange_states_kernel,
          {.grid = std::min(wanted, p.memory.num_ctas), .block = kExchangeThreads, .stream = stream},
          ExchangeStatesArgs{p, Divider(p.num_heads)});
+}
+
+void exchange_scores(const ExchangeScoresParams& p, gpuStream_t stream) {
+  const TopkToSlotsParams& s = p.slots;
+  launch(
+      exchange_scores_kernel,
+      {.grid = std::min(p.merge.num_rows, p.memory.num_ctas), .block = kMergeTopkThreads, .stream = stream},
+      ExchangeScoresArgs{
+          p, Divider(p.merge.per_list),
+          TopkToSlotsArgs{s, Divider(s.page_size), Divider(s.group_size), Divider(s.turn()), Divider(1)}});
 }
 
 }  // namespace mla_fp8::gpu

@@ -1,12 +1,9 @@
-// merge_topk on CUDA. A block takes a row. Histograms of indexer/select.cuh find the k-th of all candidates,
-// each in a pass over the lists, which lie in the L2. Candidates not below the k-th are gathered and sorted
-// in shared memory. Bound by the latency of four or five passes.
+// merge_topk on CUDA. A block takes a row.
 
 #include "ops/merge_topk.h"
 
-#include "cuda/device/divide.cuh"
 #include "cuda/device/launch.cuh"
-#include "cuda/indexer/select.cuh"
+#include "cuda/merge_topk.cuh"
 
 namespace mla_fp8::gpu {
 
@@ -15,91 +12,17 @@ struct MergeTopkArgs {
   Divider per_list;
 };
 
-namespace {
-
-constexpr int kMergeThreads = 1024;
-
-struct RowCandidates {
-  const MergeTopkArgs& args;
-  int64_t row;
-
-  template <class Team, class Visit>
-  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
-    const int64_t count = args.p.num_candidates();
-#pragma unroll 1
-    for (int64_t first = team.thread(); first < count; first += 4 * team.threads()) {
-      Four found;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int64_t i = first + j * team.threads();
-        const int64_t list = args.per_list(i);
-        found[j] = i < count ? args.p.order(row, i, list, i - list * args.p.per_list) : kNoCandidate;
-      }
-      visit_four(found);
-    }
-  }
-};
-
-// Sorts numbers, ascending, by a bitonic network; x has room up to the next power of two of `count`.
-template <class Team>
-__device__ __forceinline__ void sort_ascending(const Team& team, int32_t* x, int32_t count) {
-  int places = 1;
-  while (places < count) places *= 2;
-  for (int i = count + team.thread(); i < places; i += team.threads()) x[i] = INT32_MAX;
-  for (int size = 2; size <= places; size *= 2)
-    for (int step = size / 2; step > 0; step /= 2) {
-      team.sync();
-      for (int i = team.thread(); i < places / 2; i += team.threads()) {
-        const int a = 2 * i - (i & (step - 1)), b = a + step;
-        const int32_t low = min(x[a], x[b]), high = max(x[a], x[b]);
-        const bool ascends = (a & size) == 0;
-        x[a] = ascends ? low : high;
-        x[b] = ascends ? high : low;
-      }
-    }
-  team.sync();
-}
-
-}  // namespace
-
-__global__ void __launch_bounds__(kMergeThreads)
+__global__ void __launch_bounds__(kMergeTopkThreads)
     merge_topk_kernel(const __grid_constant__ MergeTopkArgs args) {
-  using Team = BlockTeam<kMergeThreads>;
-  MLA_SHARED(Team::Smem, smem);
-  MLA_SHARED(int32_t, equals);
-  const Team team{smem};
-  const MergeTopkParams& p = args.p;
+  MLA_SHARED(MergeTopkSmem, smem);
   wait_for_previous_grid();
   const int64_t row = blockIdx.x;
-  const RowCandidates candidates{args, row};
-  if (team.thread() == 0) equals = 0;
-  const uint64_t least = kth_order(team, candidates, p.topk, kLeastOrder, ~uint64_t{0});
-  const auto put = [&](uint64_t order) {
-    const int32_t position = p.answer(row, order);
-    if (position >= 0) smem.staged[atomicAdd(&smem.scalars.kept, 1)] = position;
-  };
-  // If the caller gave entries twice, more than topk may be not below `least`: the surplus equals `least`.
-  candidates.visit(team, [&](const Four& orders) {
-#pragma unroll
-    for (const uint64_t order : orders) {
-      if (order > least) put(order);
-      if (order == least) atomicAdd(&equals, 1);
-    }
-  });
-  team.sync();
-  const int32_t filled = min(equals, p.topk - smem.scalars.kept);
-  team.sync();
-  for (int32_t i = team.thread(); i < filled; i += team.threads()) put(least);
-  team.sync();
-  const int32_t count = smem.scalars.kept;
-  sort_ascending(team, smem.staged, count);
-  int32_t* out = p.out_positions + row * p.out_positions_stride_row;
-  for (int i = team.thread(); i < p.topk; i += team.threads()) out[i] = i < count ? smem.staged[i] : -1;
-  if (team.thread() == 0) p.out_lens[row] = count;
+  const int32_t count = merge_row(RankCandidates{args.p, args.per_list, row}, smem);
+  if (threadIdx.x == 0) args.p.out_lens[row] = count;
 }
 
 void merge_topk(const MergeTopkParams& p, gpuStream_t stream) {
-  launch(merge_topk_kernel, {.grid = p.num_rows, .block = kMergeThreads, .stream = stream},
+  launch(merge_topk_kernel, {.grid = p.num_rows, .block = kMergeTopkThreads, .stream = stream},
          MergeTopkArgs{p, Divider(p.per_list > 0 ? p.per_list : 1)});
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ops/index_arguments.h"
 #include "registration.h"
 
 namespace mla_fp8 {
@@ -35,26 +36,23 @@ PeerMemory check_memory(const Check& check, const Tensor& like, const char* name
   return memory;
 }
 
-constexpr int64_t kVector = 8;  // bf16 of 16 bytes
+constexpr int64_t kVector = 8, kPiece = 4;  // bf16 and floats of 16 bytes
 
 }  // namespace
 
-void _gather_queries(const Tensor& q, std::vector<int64_t> peers, int64_t rank, double time_limit,
-                     Tensor queries, Tensor flags, Tensor calls) {
+void _gather_queries(const Tensor& q, const OptionalTensor& q_rope, MLA_PEER_ARGUMENTS, Tensor queries) {
   const Check check("_gather_queries");
   const PeerMemory memory = check_memory(check, q, "q", peers, rank, flags, calls, time_limit);
-  const Arg a = check(q, "q"), b = check(queries, "queries");
-  a.dtype({ScalarType::BFloat16}).shape({-1, -1, -1}).last_dim_contiguous().aligned(16);
+  const auto part = [&](const Tensor& t, const char* name, Shape shape) {
+    const Arg x = check(t, name);
+    x.same_device_as(q, "q").dtype({ScalarType::BFloat16}).shape(shape).last_dim_contiguous().aligned(16);
+    check.that(x.size(2) % kVector == 0, name, " must have a multiple of ", kVector,
+               " as its last dimension, got ", x.size(2));
+    return x;
+  };
+  const Arg a = part(q, "q", {-1, -1, -1}), b = check(queries, "queries");
   const int64_t world_size = memory.world_size, tokens = a.size(0), heads = a.size(1);
-  b.same_device_as(q, "q")
-      .dtype({ScalarType::BFloat16})
-      .shape({-1, world_size * heads, a.size(2)})
-      .contiguous()
-      .aligned(16);
-  check.that(a.size(2) % kVector == 0, "q must have a multiple of ", kVector, " as its last dimension, got ",
-             a.size(2));
-  check.that(tokens <= b.size(0), "q must have at most ", b.size(0), " tokens, got ", tokens);
-  const GatherQueriesParams params{
+  GatherQueriesParams params{
       .memory = memory,
       .num_tokens = tokens,
       .num_heads = heads,
@@ -62,15 +60,28 @@ void _gather_queries(const Tensor& q, std::vector<int64_t> peers, int64_t rank, 
       .q = data<uint16_t>(q),
       .q_stride_token = a.stride(0),
       .q_stride_head = a.stride(1),
-      .queries = mutable_data<uint16_t>(queries),
+      .first_rope = a.size(2),
+      .q_rope = data<uint16_t>(q_rope),
   };
-  if (tokens == 0 || heads == 0 || a.size(2) == 0) return;
+  if (q_rope) {
+    const Arg rope = part(*q_rope, "q_rope", {tokens, heads, -1});
+    params.head_dim += rope.size(2);
+    params.q_rope_stride_token = rope.stride(0);
+    params.q_rope_stride_head = rope.stride(1);
+  }
+  b.same_device_as(q, "q")
+      .dtype({ScalarType::BFloat16})
+      .shape({-1, world_size * heads, params.head_dim})
+      .contiguous()
+      .aligned(16);
+  check.that(tokens <= b.size(0), "q must have at most ", b.size(0), " tokens, got ", tokens);
+  params.queries = mutable_data<uint16_t>(queries);
+  if (tokens == 0 || heads == 0 || params.head_dim == 0) return;
   MLA_LAUNCH(gather_queries, q, params);
 }
 
 void _exchange_states(const Tensor& out, const Tensor& lse, const OptionalTensor& attn_sink, double base,
-                      std::vector<int64_t> peers, int64_t rank, double time_limit, Tensor outs, Tensor lses,
-                      Tensor flags, Tensor calls, Tensor merged, Tensor merged_lse) {
+                      MLA_PEER_ARGUMENTS, Tensor outs, Tensor lses, Tensor merged, Tensor merged_lse) {
   const Check check("_exchange_states");
   const PeerMemory memory = check_memory(check, outs, "outs", peers, rank, flags, calls, time_limit);
   const Arg o = check(out, "out"), all = check(outs, "outs"), m = check(merged, "merged");
@@ -121,6 +132,96 @@ void _exchange_states(const Tensor& out, const Tensor& lse, const OptionalTensor
   };
   if (tokens == 0 || heads == 0 || dim == 0) return;
   MLA_LAUNCH(exchange_states, outs, params);
+}
+
+void _exchange_scores(const Tensor& scores, const Tensor& positions, int64_t topk,
+                      std::optional<int64_t> interleave, const OptionalTensor& page_table, int64_t page_size,
+                      int64_t next_n, MLA_PEER_ARGUMENTS, Tensor candidates, Tensor out_positions,
+                      OptionalTensor out_slots, Tensor out_lens) {
+  const Check check("_exchange_scores");
+  const PeerMemory memory = check_memory(check, scores, "scores", peers, rank, flags, calls, time_limit);
+  const Arg s = check(scores, "scores"), p = check(positions, "positions"),
+            c = check(candidates, "candidates");
+  s.dtype({ScalarType::Float}).shape({-1, -1}).last_dim_contiguous().aligned(16);
+  const int64_t rows = s.size(0), per_list = s.size(1), world_size = memory.world_size;
+  p.same_device_as(scores, "scores").dtype({ScalarType::Int}).shape({rows, per_list});
+  p.last_dim_contiguous().aligned(16);
+  c.same_device_as(scores, "scores").dtype({ScalarType::Int}).shape({2, world_size, -1, 2, -1});
+  c.contiguous().aligned(16);
+  const int64_t max_rows = c.size(2), most = c.size(4);
+  check.that(most % kPiece == 0 && most <= kMaxIndexTopk, "candidates must have a multiple of ", kPiece,
+             " as their last dimension, at most ", kMaxIndexTopk, ", got ", most);
+  check.that(per_list > 0 && per_list % kPiece == 0, "scores must have a multiple of ", kPiece,
+             " columns, got ", per_list);
+  check.that(rows <= max_rows && per_list <= most, "scores must be at most [", max_rows, ", ", most,
+             "], got [", rows, ", ", per_list, "]");
+  check.within(topk, "topk", 1, kMaxIndexTopk);
+  check.that(page_table.has_value() == out_slots.has_value(), "out_slots and page_table must come together");
+  check.that(!page_table || interleave, "interleave must be given with page_table, got None");
+  const auto ints = [&](const Tensor& t, const char* name) {
+    check(t, name)
+        .same_device_as(scores, "scores")
+        .dtype({ScalarType::Int})
+        .shape({rows, topk})
+        .last_dim_contiguous()
+        .rows_disjoint();
+  };
+  ints(out_positions, "out_positions");
+  if (out_slots) ints(*out_slots, "out_slots");
+  check_ints(check, out_lens, "out_lens", rows, scores, "scores");
+  const int32_t* const first = data<int32_t>(candidates);
+  ExchangeScoresParams params{
+      .memory = memory,
+      .scores = data<float>(scores),
+      .scores_stride_row = s.stride(0),
+      .positions = data<int32_t>(positions),
+      .positions_stride_row = p.stride(0),
+      .candidates = mutable_data<int32_t>(candidates),
+      .merge = {.num_lists = world_size,
+                .num_rows = rows,
+                .per_list = per_list,
+                .topk = static_cast<int>(topk),
+                .scores = reinterpret_cast<const float*>(first),
+                .scores_stride_list = max_rows * 2 * most,
+                .scores_stride_row = 2 * most,
+                .positions = first + most,
+                .positions_stride_list = max_rows * 2 * most,
+                .positions_stride_row = 2 * most,
+                .own = -1,
+                .interleave_bits = check_interleave(check, interleave),
+                .out_positions = mutable_data<int32_t>(out_positions),
+                .out_positions_stride_row = out_positions.stride(0),
+                .out_lens = mutable_data<int32_t>(out_lens)},
+      .slots = {.num_rows = rows,
+                .topk = topk,
+                .width = topk,
+                .page_size = 1,
+                .next_n = 1,
+                .group_size = 1,
+                .world_size = 1,
+                .interleave = 1},
+  };
+  if (page_table) {
+    const Arg table = check(*page_table, "page_table");
+    table.same_device_as(scores, "scores").dtype({ScalarType::Int}).shape({-1, -1}).last_dim_contiguous();
+    check.within(page_size, "page_size", 1, kMaxPageSize);
+    check.at_least(next_n, "next_n", 1);
+    TopkToSlotsParams& slots = params.slots;
+    slots.num_requests = table.size(0);
+    slots.max_pages = table.size(1);
+    slots.page_size = page_size;
+    slots.next_n = next_n;
+    slots.page_table = data<int32_t>(*page_table);
+    slots.page_table_stride_request = table.stride(0);
+    slots.world_size = world_size;
+    slots.rank = rank;
+    slots.interleave = interleave.value_or(1);
+    slots.out_slots = mutable_data<int32_t>(*out_slots);
+    slots.out_slots_stride_row = out_slots->stride(0);
+    slots.out_lens = mutable_data<int32_t>(out_lens);
+  }
+  if (rows == 0) return;
+  MLA_LAUNCH(exchange_scores, scores, params);
 }
 
 #endif

@@ -1,9 +1,12 @@
 #pragma once
-// The exchange between ranks of one host around attention, through memory that each maps of all others.
+// The exchange between ranks of one host around attention and top-k, through memory that each maps of all
+// others.
 #include <cstdint>
 
 #include "common/macros.h"
 #include "common/stream.h"
+#include "ops/merge_topk.h"
+#include "ops/topk_to_slots.h"
 
 namespace mla_fp8 {
 
@@ -24,6 +27,9 @@ struct GatherQueriesParams {
   int64_t num_tokens, num_heads, head_dim;  // heads of a rank; bf16
   const uint16_t* q;
   int64_t q_stride_token, q_stride_head;
+  int64_t first_rope;  // dims of q; behind them come those of q_rope, if there are more in a head
+  const uint16_t* q_rope;
+  int64_t q_rope_stride_token, q_rope_stride_head;
   uint16_t* queries;  // [max_tokens, world_size * num_heads, head_dim], one in each rank's memory
 };
 
@@ -42,9 +48,22 @@ struct ExchangeStatesParams {
   float* merged_lse;  // [num_tokens, num_heads] contiguous
 };
 
+struct ExchangeScoresParams {
+  PeerMemory memory;
+  const float* scores;  // [num_rows, per_list] of this rank's list, and the same of positions
+  int64_t scores_stride_row;
+  const int32_t* positions;
+  int64_t positions_stride_row;
+  // [2, world_size, max_rows, 2, most per list], one in each rank's memory: a row's scores, then positions.
+  int32_t* candidates;
+  MergeTopkParams merge;    // of the first half of candidates
+  TopkToSlotsParams slots;  // of this rank, if there is a page_table
+};
+
 namespace gpu {
 void gather_queries(const GatherQueriesParams& params, gpuStream_t stream);
 void exchange_states(const ExchangeStatesParams& params, gpuStream_t stream);
+void exchange_scores(const ExchangeScoresParams& params, gpuStream_t stream);
 }  // namespace gpu
 
 }  // namespace mla_fp8

@@ -138,6 +138,16 @@ const int32_t* check_ints(const Check& check, const Tensor& t, const char* name,
   return data<int32_t>(t);
 }
 
+int check_interleave(const Check& check, std::optional<int64_t> interleave) {
+  if (!interleave) return -1;
+  constexpr int kMaxBits = 16;
+  int bits = 0;
+  while (bits < kMaxBits && int64_t{1} << bits < *interleave) ++bits;
+  check.that(*interleave == int64_t{1} << bits, "interleave must be a power of two of at most 65536, got ",
+             *interleave);
+  return bits;
+}
+
 IndexProblem check_index_problem(const Check& check, const PagedIndexArguments& a) {
   const IndexLayoutId layout = check_index_layout(check, a.layout);
   const IndexLayout l = index_layout(layout);

@@ -27,6 +27,8 @@ IndexCacheView check_index_cache(const Check& check, const Tensor& t, IndexLayou
 // An int32 tensor of this size, contiguous, on the device of `like`.
 const int32_t* check_ints(const Check& check, const Tensor& t, const char* name, int64_t size,
                           const Tensor& like, const char* like_name);
+// MergeTopkParams::interleave_bits.
+int check_interleave(const Check& check, std::optional<int64_t> interleave);
 
 struct PagedIndexArguments {
   const Tensor &q, &weights, &index_cache, &page_table;

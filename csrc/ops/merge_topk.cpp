@@ -21,13 +21,6 @@ MergeTopkParams checked_inputs(const Check& check, const Tensor& scores, const T
              per_list);
   check.within(topk, "topk", 1, kMaxIndexTopk);
   if (rank) check.within(*rank, "rank", 0, lists - 1);
-  int interleave_bits = interleave ? 0 : -1;
-  if (interleave) {
-    constexpr int kMaxBits = 16;
-    while (interleave_bits < kMaxBits && int64_t{1} << interleave_bits < *interleave) ++interleave_bits;
-    check.that(*interleave == int64_t{1} << interleave_bits,
-               "interleave must be a power of two of at most 65536, got ", *interleave);
-  }
   return {
       .num_lists = lists,
       .num_rows = rows,
@@ -40,7 +33,7 @@ MergeTopkParams checked_inputs(const Check& check, const Tensor& scores, const T
       .positions_stride_list = rank ? 0 : p.stride(0),
       .positions_stride_row = p.stride(rank ? 0 : 1),
       .own = rank.value_or(-1),
-      .interleave_bits = interleave_bits,
+      .interleave_bits = check_interleave(check, interleave),
   };
 }
 

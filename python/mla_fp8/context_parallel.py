@@ -1,4 +1,4 @@
-"""Decode context parallelism: ranks that hold different keys of the same requests attend together."""
+"""Decode context parallelism: ranks that hold different keys of requests choose and attend together."""
 
 import logging
 import math
@@ -14,11 +14,15 @@ from ._arguments import call_op
 from ._fake import fake_returns_nothing
 from .layout import HEAD_DIM_V
 from .ops.merge_partial_states import merge_partial_states
+from .ops.merge_topk import merge_topk
+from .ops.topk_to_slots import topk_to_slots
 
 __all__ = ["Exchange"]
 
 MAX_RANKS = 16  # of symmetric memory
 _ALIGNMENT = 8  # bf16 of 16 bytes
+_PIECE = 4  # candidates, likewise
+_MOST_CANDIDATES = 4096
 _PAGE = 256  # bytes that parts of the memory begin at multiples of
 _log = logging.getLogger(__name__)
 _said = set[str]()
@@ -27,16 +31,16 @@ _last_streams: dict[int, torch.cuda.Stream] = {}  # of a GPU's last call
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 Attended = tuple[torch.Tensor, torch.Tensor]
 
-fake_returns_nothing("_gather_queries", "_exchange_states")
+fake_returns_nothing("_gather_queries", "_exchange_states", "_exchange_scores")
 
 
 class Exchange:
-    """What the ranks of a group exchange around attention to the keys that each of them holds.
+    """What the ranks of a group exchange around top-k and attention, of which each holds a part of the keys.
 
     Experimental. A rank makes the queries of its own heads, attends with those of all heads to its own keys,
-    and ends with the result of its own heads over all keys. On GPUs of one host that is one launch before
-    attention and one behind it, over symmetric memory. Elsewhere collectives of the group do the same, and
-    the log says so once.
+    and ends with the result of its own heads over all keys. On GPUs of one host that is one launch behind the
+    top-k, one before attention and one behind it, over symmetric memory. Elsewhere collectives of the group
+    do the same, and the log says so once.
 
     All ranks make the same calls in the same order, with as many tokens. Calls can be captured in CUDA
     graphs. A rank that waits longer than ``time_limit`` ends with a CUDA error.
@@ -47,9 +51,10 @@ class Exchange:
     Args:
         group: Of torch.distributed, with the ranks in the order of their heads. Making an Exchange is a
             collective call.
-        max_tokens: Query tokens of a call, at most.
+        max_tokens: Query tokens of a call, at most. They are the rows of :meth:`merge_topk`.
         num_heads: Query heads of all ranks together, a multiple of the ranks.
         head_dim_qk: Of the queries.
+        max_candidates: Columns of :meth:`merge_topk`, at most: a multiple of 4, up to 4096.
         base: Of the lse that attention returns: e, as :func:`sparse_decode` has it, or 2.
         device: By default the current CUDA device, without one the CPU.
         time_limit: Seconds.
@@ -66,6 +71,7 @@ class Exchange:
         num_heads: int,
         *,
         head_dim_qk: int = 576,
+        max_candidates: int = 0,
         base: float = math.e,
         device: torch.device | str | None = None,
         time_limit: float = 60.0,
@@ -83,14 +89,20 @@ class Exchange:
             raise ValueError(
                 f"mla_fp8.Exchange: head_dim_qk must be a multiple of {_ALIGNMENT}, got {head_dim_qk}"
             )
+        if max_candidates % _PIECE or not 0 <= max_candidates <= _MOST_CANDIDATES:
+            raise ValueError(
+                f"mla_fp8.Exchange: max_candidates must be a multiple of {_PIECE} in "
+                f"[0, {_MOST_CANDIDATES}], got {max_candidates}"
+            )
         self.max_tokens, self.num_heads, self.head_dim_qk = max_tokens, num_heads, head_dim_qk
+        self.max_candidates = max_candidates
         self.heads, self.base, self.time_limit = num_heads // self.world_size, base, time_limit
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(default if device is None else device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._memory: dict[str, torch.Tensor] | None = None
-        self._merge_is_due = False
+        self.merge_is_due = False
         why_not = self._map_memory() if symmetric else ""
         if why_not:
             self._memory = None
@@ -129,25 +141,30 @@ class Exchange:
         try:
             return self.merge(*decode(gathered), attn_sink=attn_sink)
         finally:
-            self._merge_is_due = False  # also after an error: nobody wants the result
+            self.merge_is_due = False  # also after an error: nobody wants the result
 
-    def gather_queries(self, q: torch.Tensor) -> torch.Tensor:
+    def gather_queries(self, q: torch.Tensor, q_rope: torch.Tensor | None = None) -> torch.Tensor:
         """The first half of :meth:`attend`. What it returns is valid until :meth:`merge` returns.
 
+        With ``q_rope`` [num_tokens, num_heads / ranks, n], ``q`` has the first head_dim_qk - n columns alone.
         RuntimeError before the merge of the last one, whose queries others may still read.
         """
-        self._check("q", q, (self.heads, self.head_dim_qk))
-        if self._merge_is_due:
+        rope_dim = 0 if q_rope is None else q_rope.shape[-1]
+        self._check("q", q, (self.heads, self.head_dim_qk - rope_dim))
+        if q_rope is not None:
+            self._check("q_rope", q_rope, (self.heads, rope_dim))
+        if self.merge_is_due:
             raise RuntimeError("mla_fp8.Exchange: expected merge after gather_queries, got gather_queries")
-        self._merge_is_due = True
+        self.merge_is_due = True
         if self._memory is None:
+            q = q.contiguous() if q_rope is None else torch.cat([q, q_rope], dim=-1)
             gathered = q.new_empty((self.world_size, *q.shape))
-            _all_gather(gathered.flatten(0, 1), q.contiguous(), group=self.group)
+            _all_gather(gathered.flatten(0, 1), q, group=self.group)
             return gathered.transpose(0, 1).flatten(1, 2)
         memory = self._memory
         _follow_last_call(self.device)
-        call_op("_gather_queries", q, **self._peers, queries=memory["queries"], flags=memory["query_flags"],
-                calls=memory["query_calls"])  # fmt: skip
+        call_op("_gather_queries", q, q_rope, **self._peers, queries=memory["queries"],
+                flags=memory["query_flags"], calls=memory["query_calls"])  # fmt: skip
         return memory["queries"][: len(q)]
 
     def merge(
@@ -159,7 +176,7 @@ class Exchange:
         rank's keys.
         """
         self._check("out", out, (self.num_heads, HEAD_DIM_V))
-        self._merge_is_due = False
+        self.merge_is_due = False
         if self._memory is None:
             return self._merge_by_collectives(out, lse, attn_sink)
         memory = self._memory
@@ -170,6 +187,82 @@ class Exchange:
                 outs=memory["outs"], lses=memory["lses"], flags=memory["state_flags"],
                 calls=memory["state_calls"], merged=merged, merged_lse=merged_lse)  # fmt: skip
         return merged, merged_lse
+
+    def merge_topk(
+        self,
+        scores: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        topk: int,
+        interleave: int | None = None,
+        page_table: torch.Tensor | None = None,
+        page_size: int = 1,
+        next_n: int = 1,
+        out_positions: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """What one rank with all keys would choose, from what each rank has chosen among its own.
+
+        With ``page_table`` also the slots of this rank's own keys among them, as :func:`topk_to_slots` packs
+        them.
+
+        Args:
+            scores: [num_rows, k] float32 of this rank, as :func:`index_topk` has them in ``out_scores``. k is
+                a multiple of 4, at most ``max_candidates``; rows are 16-byte aligned.
+            positions: [num_rows, k] int32; a negative one is no candidate. Rows are 16-byte aligned.
+            topk: 1 to 4096.
+            interleave: As in :func:`merge_topk`. ``page_table`` needs it.
+            page_table: [num_requests, pages] int32 of this rank's pages.
+            page_size: Rows of a page.
+            next_n: Rows of a request.
+            out_positions: [num_rows, topk] int32, any row stride.
+
+        Returns:
+            (positions, slots, lens): [num_rows, topk] int32 of the request, ascending, then -1; with
+            ``page_table`` [num_rows, topk] int32, then -1, else None; how many slots there are, without
+            ``page_table`` how many positions.
+
+        Raises:
+            ValueError: For another shape or dtype, or a page_table without interleave.
+        """
+        rows = len(scores)
+        self._check_candidates(scores, positions)
+        if page_table is not None and interleave is None:
+            raise ValueError("mla_fp8.Exchange: interleave must be given with page_table, got None")
+        if out_positions is None:
+            out_positions = positions.new_empty((rows, topk))
+        lens = positions.new_empty(rows)
+        if self._memory is None:
+            sent = torch.stack([scores.view(torch.int32), positions])
+            got = sent.new_empty((self.world_size, *sent.shape))
+            _all_gather(got.flatten(0, 1), sent, group=self.group)
+            merge_topk(got[:, 0].view(torch.float32), got[:, 1], topk=topk, interleave=interleave,
+                       out_positions=out_positions, out_lens=lens)  # fmt: skip
+            if page_table is None or interleave is None:
+                return out_positions, None, lens
+            own, lens = topk_to_slots(
+                out_positions, page_table, page_size=page_size, next_n=next_n, world_size=self.world_size,
+                rank=self.rank, interleave=interleave,
+            )  # fmt: skip
+            return out_positions, own, lens
+        slots = None if page_table is None else positions.new_empty((rows, topk))
+        memory = self._memory
+        _follow_last_call(self.device)
+        call_op("_exchange_scores", scores, positions, topk=topk, interleave=interleave,
+                page_table=page_table, page_size=page_size, next_n=next_n, **self._peers,
+                candidates=memory["candidates"], flags=memory["score_flags"], calls=memory["score_calls"],
+                out_positions=out_positions, out_slots=slots, out_lens=lens)  # fmt: skip
+        return out_positions, slots, lens
+
+    def _check_candidates(self, scores: torch.Tensor, positions: torch.Tensor) -> None:
+        rows, most = self.max_tokens, self.max_candidates
+        for name, x, dtype in (("scores", scores, torch.float32), ("positions", positions, torch.int32)):
+            fits = x.dim() == 2 and len(x) <= rows and x.shape == scores.shape and x.shape[1] % _PIECE == 0
+            if not fits or not 0 < x.shape[1] <= most or x.dtype != dtype:
+                raise ValueError(
+                    f"mla_fp8.Exchange: {name} must be [at most {rows}, at most {most}, "
+                    f"a multiple of {_PIECE}] {str(dtype).removeprefix('torch.')}, got {list(x.shape)} "
+                    f"{str(x.dtype).removeprefix('torch.')}"
+                )
 
     def _check(self, name: str, x: torch.Tensor, shape: tuple[int, int]) -> None:
         if x.dim() != 3 or x.shape[1:] != shape or len(x) > self.max_tokens or x.dtype != torch.bfloat16:
@@ -227,6 +320,8 @@ class Exchange:
             "queries": (torch.bfloat16, (self.max_tokens, self.num_heads, self.head_dim_qk)),
             "outs": (torch.bfloat16, (*states, HEAD_DIM_V)),
             "lses": (torch.float32, states),
+            "score_flags": (torch.int32, flags),
+            "candidates": (torch.int32, (*states[:3], 2, self.max_candidates)),  # scores, positions
         }
         sizes = [-(math.prod(shape) * dtype.itemsize // -_PAGE) * _PAGE for dtype, shape in parts.values()]
         buffer = symmetric_memory.empty(sum(sizes), dtype=torch.uint8, device=self.device)
@@ -240,7 +335,7 @@ class Exchange:
             name: piece[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for (name, (dtype, shape)), piece in pieces
         }
-        for name in ("query_calls", "state_calls"):
+        for name in ("query_calls", "state_calls", "score_calls"):
             self._memory[name] = torch.zeros(2, dtype=torch.int32, device=self.device)
 
 

@@ -13,15 +13,16 @@ from mla_fp8.context_parallel import Exchange
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.device(GPUS >= 2 and torch.version.cuda is not None, "two NVIDIA GPUs of one host")
-HEADS, MAX_TOKENS = 64, 128
+HEADS, MAX_TOKENS, TOPK, INTERLEAVE, PAGE = 64, 128, 256, 4, 64
 worlds = pytest.mark.parametrize("world_size", [n for n in (2, 4, 8) if n <= GPUS])
 
 
 class Rank:
     def __init__(self, rank: int, world_size: int, **options):
         self.rank, self.world_size, self.device = rank, world_size, torch.device("cuda", rank)
+        options = {"max_candidates": TOPK} | options
         self.exchange = Exchange(dist.group.WORLD, MAX_TOKENS, HEADS, **options)
-        self.plain = Exchange(dist.group.WORLD, MAX_TOKENS, HEADS, symmetric=False)
+        self.plain = Exchange(dist.group.WORLD, MAX_TOKENS, HEADS, max_candidates=TOPK, symmetric=False)
         assert self.exchange.transport == "symmetric memory" and self.plain.transport == "collectives"
         self.heads = HEADS // world_size
 
@@ -37,8 +38,24 @@ class Rank:
         lse[gone], out[gone] = -torch.inf, torch.nan
         return q, out, lse
 
+    def choice(self, tokens: int, seed: int):
+        """What this rank chose among its own keys, in the form of merge_topk's arguments."""
+        generator = torch.Generator(self.device).manual_seed(1000 * seed + self.rank)
+        options = {"device": self.device, "generator": generator}
+        scores = torch.randint(50, (tokens, TOPK), **options) / 2
+        positions = torch.rand(tokens, 4 * TOPK, **options).argsort(1)[:, :TOPK].int()
+        positions[torch.rand(tokens, TOPK, **options) < 0.3] = -1
+        table = torch.arange(tokens * 4 * TOPK // PAGE, device=self.device).int().view(tokens, -1)
+        return {
+            "scores": scores, "positions": positions, "topk": TOPK, "interleave": INTERLEAVE,
+            "page_table": table, "page_size": PAGE,
+        }  # fmt: skip
+
     def check(self, tokens: int, seed: int) -> None:
         q, out, lse = self.inputs(tokens, seed)
+        choice = self.choice(tokens, seed)
+        chosen, wanted = self.exchange.merge_topk(**choice), self.plain.merge_topk(**choice)
+        assert all(torch.equal(*pair) for pair in zip(chosen, wanted, strict=True))
         assert torch.equal(self.exchange.gather_queries(q), self.plain.gather_queries(q))
         got, want = self.exchange.merge(out, lse), self.plain.merge(out, lse)
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
@@ -57,18 +74,23 @@ def replayed_graphs(rank: Rank) -> None:
     q, out, lse = rank.inputs(tokens, 0)
     want = rank.plain.merge(out, lse)
     wanted_q = rank.plain.gather_queries(q)
+    choice = rank.choice(tokens, 0)
+    wanted_choice = rank.plain.merge_topk(**choice)
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(steps):
+            chosen = rank.exchange.merge_topk(**choice)
             gathered = rank.exchange.gather_queries(q).clone()  # behind merge, the next call may write it
             got = rank.exchange.merge(out, lse)
     for replay in range(1000):
         got[0].fill_(torch.nan)
+        chosen[1].fill_(-7)
         graph.replay()
         if replay % 100 == 99:
             assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
             assert torch.equal(gathered, wanted_q)
+            assert all(torch.equal(*pair) for pair in zip(chosen, wanted_choice, strict=True))
             rank.check(1 + replay // 100, replay)
 
 

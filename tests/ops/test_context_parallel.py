@@ -177,11 +177,31 @@ def test_ranks_share_v4s_entries_and_one_attends_to_the_window(world_size):
     close(mla_fp8.merge_partial_states(outs, lses, attn_sink=sink), want)
 
 
+def check_choice(exchange: Exchange, rows: int, interleave: int) -> None:
+    """Against the merge of all ranks' lists, and the slots of this rank."""
+    scores = torch.randint(9, (exchange.world_size, rows, TOPK)) / 2  # alike on all ranks
+    positions = torch.rand(exchange.world_size, rows, 2 * TOPK).argsort(2)[..., :TOPK].int()
+    positions[torch.rand(positions.shape) < 0.3] = -1
+    table = torch.randperm(rows * 8).int().view(rows, 8)
+    mine = scores[exchange.rank], positions[exchange.rank]
+    options = {"topk": TOPK, "interleave": interleave}
+    chosen, lens = mla_fp8.merge_topk(scores, positions, **options)
+    got = exchange.merge_topk(*mine, **options)
+    assert torch.equal(got[0], chosen) and got[1] is None and torch.equal(got[2], lens)
+    out = torch.full((rows, TOPK + 5), -7, dtype=torch.int32)
+    paged = {"page_table": table, "page_size": PAGE, "out_positions": out[:, :TOPK]}
+    got = exchange.merge_topk(*mine, **options, **paged)
+    ranks = {"world_size": exchange.world_size, "rank": exchange.rank, "interleave": interleave}
+    slots = mla_fp8.topk_to_slots(chosen, table, page_size=PAGE, **ranks)
+    assert torch.equal(out[:, :TOPK], chosen) and (out[:, TOPK:] == -7).all()
+    assert all(map(torch.equal, got[1:], slots))
+
+
 def run_rank(rank: int, world_size: int, interleave: int, port: int, errors) -> None:
     try:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=world_size, rank=rank)
-        exchange = Exchange(dist.group.WORLD, 16, HEADS, device="cpu")
+        exchange = Exchange(dist.group.WORLD, 16, HEADS, device="cpu", max_candidates=TOPK)
         assert exchange.transport == "collectives"
         heads = HEADS // world_size
         own = slice(rank * heads, (rank + 1) * heads)
@@ -200,6 +220,10 @@ def run_rank(rank: int, world_size: int, interleave: int, port: int, errors) -> 
             assert torch.equal(got[0], want[0][:, own]) and torch.equal(got[1], want[1][:, own])
             whole = step.whole(attn_sink=step.sink)
             close(got, (whole[0][:, own], whole[1][:, own]))
+            queries = exchange.gather_queries(step.q[:, own, :512], step.q[:, own, 512:])
+            assert torch.equal(queries, step.q)
+            exchange.merge(outs[rank], lses[rank])
+            check_choice(exchange, tokens, interleave)
         dist.destroy_process_group()
     except BaseException as error:
         errors.put(f"rank {rank}: {error!r}")
@@ -253,7 +277,18 @@ def test_what_does_not_fit_is_refused(alone):
         Exchange(alone, 1, 8, head_dim_qk=570)
     with pytest.raises(ValueError, match=r"num_heads must be a multiple of 1 \(the ranks\), got 0"):
         Exchange(alone, 1, 0)
+    for most in (-4, 6, 4100):
+        with pytest.raises(
+            ValueError, match=rf"max_candidates must be a multiple of 4 in \[0, 4096\], got {most}"
+        ):
+            Exchange(alone, 1, 8, max_candidates=most)
     exchange = Exchange(alone, 4, HEADS, device="cpu")
+    with pytest.raises(ValueError, match=r"at most 0, a multiple of 4\] float32, got \[1, 4\] float32"):
+        exchange.merge_topk(torch.zeros(1, 4), torch.zeros(1, 4).int(), topk=4)
+    with pytest.raises(ValueError, match=r"q must be \[at most 4, 8, 512\] bfloat16, got \[1, 8, 500\]"):
+        exchange.gather_queries(torch.zeros(1, 8, 500).bfloat16(), torch.zeros(1, 8, 64).bfloat16())
+    with pytest.raises(ValueError, match=r"q_rope must be \[at most 4, 8, 64\] bfloat16, got \[1, 7, 64\]"):
+        exchange.gather_queries(torch.zeros(1, 8, 512).bfloat16(), torch.zeros(1, 7, 64).bfloat16())
     with pytest.raises(
         ValueError, match=r"q must be \[at most 4, 8, 576\] bfloat16, got \[5, 8, 576\] bfloat16"
     ):
