@@ -111,11 +111,6 @@ SEGMENTS = [v for v in UNSPLIT if v.schedule == "segments"]
 unsplit_variants = pytest.mark.parametrize("variant", UNSPLIT, ids=str)
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def some_tokens(case: Case) -> torch.Tensor:
     """The first eight, which are the odd ones, and some others."""
     count = len(case.q)
