@@ -10,7 +10,8 @@
 `flash_mla`     its kernels, queries padded before
 ==============  ==========================================================================================
 
-A rival that is not on the path has no column. Rows are uniform over a million, as in bench_sparse_decode.py.
+A rival that is not on the path, or refuses a shape, has no column. Rows are uniform over a million, as in
+bench_sparse_decode.py.
 
 `--memory`: bytes and time of a step's attention, its queries as a projection leaves them, for V4 with 16
 heads. Where a kernel takes 64 heads, an engine pads the queries and gets as many outputs.
@@ -133,7 +134,15 @@ class Rivals(Problem):
                 self.flash_mla_kernels if layout == "dsv4"
                 else self.flash_mla_nope if layout == "dsv32_nope" else self.flash_mla_rows
             )  # fmt: skip
-        return found
+        return {name: launch for name, launch in found.items() if self.serves(name, launch)}
+
+    def serves(self, name: str, launch: Callable[[int], torch.Tensor]) -> bool:
+        try:
+            launch(0)
+        except RuntimeError as error:
+            print(f"{self.shape.label}: {name} refuses: {str(error).splitlines()[0]}", flush=True)
+            return False
+        return True
 
 
 def work(shape: Shape) -> Work:
