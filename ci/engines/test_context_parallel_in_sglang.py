@@ -63,7 +63,7 @@ class Rank:
         self.backend = self._backend(own.view(len(own), 1, -1))
         parallel = SimpleNamespace(
             dcp_group=SimpleNamespace(device_group=None if world == 1 else dist.group.WORLD),
-            dcp_comm_backend="a2a", attn_dcp_rank=rank,
+            dcp_comm_backend="a2a", attn_dcp_rank=rank, dcp_replicate_q_proj=False,
         )  # fmt: skip
         for module in (forward_mla, sglang_context_parallel.import_module("sglang.srt.runtime_context")):
             module.get_parallel = lambda: parallel
@@ -89,8 +89,8 @@ class Rank:
         )  # fmt: skip
         return backend
 
-    def attend(self, mode: str) -> Tensor:
-        """[rows, heads of this rank, V]. All heads' queries are there: --dcp-replicate-q-proj."""
+    def attend(self, mode: str, replicated: bool) -> Tensor:
+        """[rows, heads of this rank, V]. ``replicated``: all heads' queries are there."""
         mine = slice(self.rank * self.heads, (self.rank + 1) * self.heads)
         batch = SimpleNamespace(forward_mode=MODES[mode], batch_size=ROWS // 2)
         of_all = SimpleNamespace(
@@ -107,7 +107,11 @@ class Rank:
             dcp_size=self.world, num_local_heads=self.heads, attn_mqa=attention, w_vc=self.w_vc[mine],
             attn_mqa_for_dcp_decode=attention, o_proj=lambda x: (x, None),
         )  # fmt: skip
-        q_nope, q_pe = (x.contiguous() for x in self.q.split([LATENT, ROPE], -1))
+        q = self.q if replicated else self.q[:, mine]
+        q_nope, q_pe = (x.contiguous() for x in q.split([LATENT, ROPE], -1))
+        if not replicated:
+            q_nope, q_pe = forward_mla.all_gather_q_for_mla_decode(q_nope, q_pe)
+            assert sglang_context_parallel._state.exchange.merge_is_due
         out = layer.forward_absorb_core(q_pe, None, q_nope, None, batch, None, None, self.slots, None)
         return out.view(ROWS, self.heads, V)
 
@@ -121,7 +125,11 @@ def of_ranks(world: int) -> list[dict]:
         found = {}
         for kind in BACKENDS:
             made = Rank(world, rank, kind)
-            found |= {(kind, mode): made.attend(mode).float().numpy() for mode in MODES}
+            for mode in MODES:
+                found[kind, mode] = made.attend(mode, True).float().numpy()
+                if world > 1:
+                    gathered = made.attend(mode, False).float().numpy()
+                    assert (gathered == found[kind, mode]).all()
         return found
 
     return forked_ranks.of_ranks(world, run)

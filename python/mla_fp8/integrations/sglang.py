@@ -69,7 +69,7 @@ def _forward_flashmla_sparse(
             )
         slots, lens = sglang_context_parallel.slots_of_rank(self, page_table_1)
         of_rank = attend.over_rows(q_all, kv_cache[:, 0], slots, sm_scale=sm_scale, topk_length=lens)
-        return sglang_context_parallel.in_base_2(*of_rank)
+        return sglang_context_parallel.of_rank(*of_rank)
     if topk_length is not None and len(topk_length) != len(q_all):
         topk_length = None  # of other rows
     is_prompt = len(q_all) >= _PROMPT_ROWS and q_all.shape[1] <= _PROMPT_HEADS
@@ -113,7 +113,7 @@ def _forward_flashmla_kv(
         topk_length=lengths if len(lengths) == len(q) else None,
         group=group,
     )
-    return sglang_context_parallel.in_base_2(out, lse) if of_ranks else out[:, None]
+    return sglang_context_parallel.of_rank(out, lse) if of_ranks else out[:, None]
 
 
 def _layers_with_these_slots(backend: Any, layer: Any, metadata: Any) -> drafts.Layers | None:

@@ -3,14 +3,14 @@ Off unless SGLANG_PLUGINS names ``mla_fp8_context_parallel`` beside ``mla_fp8``.
 
 =========  ================================================================================================
 attention  ``--dsa-decode-backend`` and ``--dsa-prefill-backend`` flashmla_kv, or flashmla_sparse over bf16
-           rows: of all heads to this rank's own keys, with the lse in base 2, which SGLang expects of DSA
+           rows: of all heads to this rank's own keys. SGLang's own exchange gets the lse in base 2
 slots      topk_to_slots: slot s of the ranks is slot s // ranks of rank s % ranks
-results    :class:`mla_fp8.context_parallel.Exchange` with ``--dcp-comm-backend a2a``, as many tokens as a
-           CUDA graph has; SGLang's own exchange of more
+queries,   :class:`mla_fp8.context_parallel.Exchange` with ``--dcp-comm-backend a2a``, as many tokens as a
+results    CUDA graph has; SGLang's own exchange of more. With ``--dcp-replicate-q-proj`` each rank makes all
+           queries of decode
 =========  ================================================================================================
 
-SGLang's own: index keys, which every rank has, the gather of queries where ``--dcp-replicate-q-proj`` is off,
-and cache writes.
+SGLang's own: index keys, which every rank has, and cache writes.
 """
 
 import functools
@@ -28,6 +28,7 @@ from mla_fp8_plugins import named_in_sglang
 
 from .. import probes
 from ..context_parallel import Exchange
+from ..layout import HEAD_DIM_V
 from ..ops.topk_to_slots import topk_to_slots
 from .hooks import register_in_sglang
 
@@ -35,6 +36,7 @@ NAME = "mla_fp8_context_parallel"
 _ATTENTION = "sglang.srt.layers.attention.dsa_backend"
 _LAYER = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla"
 _CONTEXT = "sglang.srt.runtime_context"
+_LEAST, _ROPE_DIM = 8, 64  # of queries that nobody exchanges; of queries
 _LOGGER = logging.getLogger("sglang.mla_fp8")
 _state = SimpleNamespace(on=False, exchange=None)
 
@@ -56,9 +58,15 @@ def slots_of_rank(backend: Any, slots: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def in_base_2(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """What the backend returns of a rank."""
-    return out, lse.mul_(1 / math.log(2))
+def of_rank(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """What the backend returns of a rank: SGLang's own exchange expects base 2."""
+    return out, lse if _exchange_of(len(out)) else lse.mul_(1 / math.log(2))
+
+
+def _exchange_of(rows: int) -> Exchange | None:
+    exchange: Exchange | None = _state.exchange
+    ours = exchange is not None and rows <= exchange.max_tokens
+    return exchange if ours and import_module(_CONTEXT).get_parallel().dcp_comm_backend == "a2a" else None
 
 
 def init_cuda_graph_state(original: Callable[..., None], self: Any, max_bs: int, max_num_tokens: int) -> None:
@@ -67,21 +75,36 @@ def init_cuda_graph_state(original: Callable[..., None], self: Any, max_bs: int,
     if not serves(self) or (_state.exchange and max_num_tokens <= _state.exchange.max_tokens):
         return
     _one_page(torch.device(self.device))
-    group = import_module(_CONTEXT).get_parallel().dcp_group.device_group
+    parallel = import_module(_CONTEXT).get_parallel()
     _state.exchange = Exchange(
-        group,
+        parallel.dcp_group.device_group,
         max_num_tokens,
         self.num_dcp_q_heads,
-        head_dim_qk=8,  # the least: queries are gathered elsewhere
-        base=2.0,
+        head_dim_qk=_LEAST if parallel.dcp_replicate_q_proj else HEAD_DIM_V + _ROPE_DIM,
         device=self.device,
     )
     _LOGGER.info(
-        "mla_fp8 exchanges the results of %d ranks over %s, up to %d tokens",
+        "mla_fp8 exchanges the queries and results of %d ranks over %s, up to %d tokens",
         self.dcp_size,
         _state.exchange.transport,
         max_num_tokens,
     )
+
+
+def all_gather_q_for_mla_decode(
+    original: Callable[..., tuple[Tensor, Tensor]], q_nope_out: Tensor, q_pe: Tensor
+) -> tuple[Tensor, Tensor]:
+    """SGLang's where no merge of ours follows: runs for tuning, or a second micro-batch."""
+    exchange, widths = _exchange_of(len(q_pe)), [q_nope_out.shape[-1], q_pe.shape[-1]]
+    if (
+        exchange is None
+        or exchange.head_dim_qk != sum(widths)
+        or exchange.merge_is_due
+        or import_module(_LAYER).get_in_autotune_dummy_run()
+    ):
+        return original(q_nope_out, q_pe)
+    nope, rope = exchange.gather_queries(q_nope_out, q_pe).split(widths, dim=-1)
+    return nope, rope
 
 
 def dcp_a2a_lse_reduce(
@@ -93,9 +116,8 @@ def dcp_a2a_lse_reduce(
     cuda_graph_buffers: dict[str, Tensor] | None = None,
     comm_backend: str = "a2a",
 ) -> Tensor:
-    exchange: Exchange | None = _state.exchange
-    ours = exchange is not None and comm_backend == "a2a" and not is_lse_base_on_e
-    if exchange is None or not ours or len(cp_attn_out) > exchange.max_tokens:
+    exchange = _exchange_of(len(cp_attn_out))
+    if exchange is None or is_lse_base_on_e:
         return original(
             cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e, cuda_graph_buffers, comm_backend
         )
@@ -107,6 +129,7 @@ HOOKS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     f"{_ATTENTION}.DeepseekSparseAttnBackend.init_cuda_graph_state": (
         init_cuda_graph_state, ("max_bs", "max_num_tokens"),
     ),
+    f"{_LAYER}.all_gather_q_for_mla_decode": (all_gather_q_for_mla_decode, ("q_nope_out", "q_pe")),
     f"{_LAYER}.dcp_a2a_lse_reduce": (
         dcp_a2a_lse_reduce,
         ("cp_attn_out", "cp_attn_lse", "cp_group", "is_lse_base_on_e", "cuda_graph_buffers", "comm_backend"),
