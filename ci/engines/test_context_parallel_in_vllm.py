@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import vllm
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import CUDAGraphMode
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers import sparse_attn_indexer as indexer_layer
@@ -30,7 +31,7 @@ from vllm_indexer_cases import Keys
 import mla_fp8
 import mla_fp8_plugins
 from mla_fp8.integrations import vllm as plugin
-from mla_fp8.integrations import vllm_context_parallel, vllm_indexer
+from mla_fp8.integrations import vllm_context_parallel, vllm_indexer, vllm_slots
 
 attention = pytest.importorskip("vllm.models.deepseek_v32.attention")
 
@@ -46,6 +47,11 @@ STEPS = {
     "mixed": ([(500, 1), (70, 1), (200, 30), (3, 3)], 2),
     "more tokens than memory": ([(190, 70)], 0),
 }
+GROUP = SimpleNamespace(
+    num_layers=1, has_indexer=True, set_logical_topk_ready=lambda layer: None,
+    prepare_for_batch=lambda layer, metadata: None,
+)  # fmt: skip
+LAYER_OPS = {"decode": [], "drafts": [], "mixed": ["slots"]}  # steps, and what is copied or converted in them
 WORLDS = [(2, 1), (2, 64), (4, 16)]  # ranks, interleave
 CACHES = ["fp8_ds_mla", "bfloat16"]
 HEADS = 128  # of all ranks: 64 or 32 each, both beyond what vLLM's class takes
@@ -135,8 +141,13 @@ class Rank:
     def local(self, lens: Tensor) -> Tensor:
         return get_dcp_local_seq_lens(lens, self.world, self.rank, self.interleave)
 
-    def attend(self, step: "Step") -> tuple[Tensor, Tensor]:
-        """(what the layer writes [tokens, heads of this rank, V], the positions that its indexer chose)."""
+    def attend(self, step: "Step", whole: bool = False) -> tuple[Tensor, Tensor]:
+        """(what the layer writes [tokens, heads of this rank, V], the positions that its indexer chose).
+
+        ``whole``: queries come as mla_fp8_layer_ops makes them, and a layer takes slots.
+        """
+        vllm_slots.switch(whole)
+        self.layer.impl.index_group = GROUP if whole else None
         keys, table, rows = step.of(self)
         mine = slice(self.rank * self.heads, (self.rank + 1) * self.heads)
         self.layer.W_UV = step.w_uv[mine]
@@ -164,7 +175,8 @@ class Rank:
         with torch.no_grad():
             attention.DeepseekV32Attention._sparse_indexer_and_attn(
                 self.layer, None, q[:, 0], None, None, step.index_q, None, step.weights, None, None,
-                q[..., :LATENT], q[..., LATENT:], out,
+                q.clone().as_subclass(vllm_context_parallel.Whole) if whole else q[..., :LATENT],
+                q[..., LATENT:], out,
             )  # fmt: skip
         return out.view(step.tokens, self.heads, V), self.buffer[: step.tokens].clone()
 
@@ -272,6 +284,32 @@ def triton_convert_req_index_to_global_index(req_id, block_table, positions, **o
 convert = triton_convert_req_index_to_global_index
 
 
+class Copies(TorchDispatchMode):
+    """What is concatenated to queries, and positions that are converted outside of the merge of choices."""
+
+    def __enter__(self):
+        self.found: list[str] = []
+        self.converts = vllm_context_parallel.topk_to_slots
+        vllm_context_parallel.topk_to_slots = lambda *a, **o: (
+            self.found.append("slots") or self.converts(*a, **o)
+        )
+        return super().__enter__()
+
+    def convert(self, *args, **options):
+        self.found.append("slots")
+        return self.converts(*args, **options)
+
+    def __exit__(self, *error):
+        vllm_context_parallel.topk_to_slots = self.converts
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.cat.default and made.dim() == 3:
+            self.found.append("queries")
+        return made
+
+
 def plug_in() -> None:
     vllm.envs.VLLM_PLUGINS = ["mla_fp8", vllm_indexer.NAME, vllm_context_parallel.NAME]
     for _ in range(2):
@@ -295,8 +333,12 @@ def of_ranks(world: int, interleave: int) -> list[dict]:
         for dtype in CACHES:
             made = Rank(world, rank, interleave, dtype)
             for name, (requests, decodes) in STEPS.items():
-                out, chosen = made.attend(Step(requests, decodes, dtype))
-                found[dtype, name] = out.float().numpy(), chosen.numpy()
+                step = Step(requests, decodes, dtype)
+                for whole in [False, True] if world > 1 and name in LAYER_OPS else [False]:
+                    with Copies() as copies:
+                        out, chosen = made.attend(step, whole)
+                    key = (dtype, name, "whole") if whole else (dtype, name)
+                    found[key] = out.float().numpy(), chosen.numpy(), copies.found
         return found
 
     return forked_ranks.of_ranks(world, run)
@@ -306,13 +348,32 @@ def of_ranks(world: int, interleave: int) -> list[dict]:
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("step", STEPS)
 def test_ranks_choose_and_attend_as_one_rank_does(step, dtype, world, interleave):
-    (want, chosen), parts = of_ranks(1, 1)[0][dtype, step], of_ranks(world, interleave)
+    (want, chosen, _), parts = of_ranks(1, 1)[0][dtype, step], of_ranks(world, interleave)
     for rank in parts:
         assert (rank[dtype, step][1] == chosen).all()
     got = torch.cat([torch.from_numpy(rank[dtype, step][0]) for rank in parts], 1)
     want = torch.from_numpy(want)
     errors = (got - want).norm(dim=(1, 2)) / want.norm(dim=(1, 2))  # parts of ranks are bf16
     assert errors.max() < 8e-3
+
+
+@pytest.mark.parametrize("world, interleave", WORLDS)
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("step", LAYER_OPS)
+def test_whole_queries_are_not_copied_and_slots_come_with_the_choice(step, dtype, world, interleave):
+    """Beside attention to a step of decode are then the gather and the merge, beside the top-k one merge."""
+    for rank in of_ranks(world, interleave):
+        *got, copies = rank[dtype, step, "whole"]
+        *want, more_copies = rank[dtype, step]
+        assert all((x == y).all() for x, y in zip(got, want, strict=True))
+        assert copies == LAYER_OPS[step] and more_copies == ["queries", "slots"]
+
+
+def test_queries_whose_rope_part_comes_twice_are_gathered_once():
+    few = SimpleNamespace(max_tokens=8, head_dim_qk=LATENT + ROPE, gather_queries=lambda q: q)
+    q = torch.randn(2, 4, LATENT + ROPE)
+    wide = torch.cat([q, q[..., LATENT:]], -1)
+    assert torch.equal(vllm_context_parallel.Ranks(few, few).query_gather(wide), q)
 
 
 def test_nothing_that_we_build_on_is_missing():

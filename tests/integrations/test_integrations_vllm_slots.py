@@ -83,3 +83,22 @@ def test_what_moves_positions_voids_the_offer(offered):
 
 def test_nothing_is_offered_unless_a_layer_takes_it():
     assert vllm_slots.room(torch.zeros(3, 8, dtype=torch.int32), torch.zeros(5, 4), PAGE) is None
+
+
+def test_slots_of_a_rank_come_with_their_lengths(offered):
+    """Attention to all keys does not take them, nor a rank those of all keys."""
+    positions, table = offered
+    group = SimpleNamespace(num_layers=2, has_indexer=True)
+    slots, lens = torch.ones_like(positions), torch.ones(3, dtype=torch.int32)
+    vllm_slots.offer_of_rank(slots, lens, table[:3], PAGE)
+    vllm_slots.take(group, 0)
+    assert vllm_slots.of(group, 3, table, PAGE) is None
+    found = vllm_slots.of_rank(group, 3, table, PAGE)
+    assert found is not None and found[0] is slots and found[1] is lens
+    assert vllm_slots.of_rank(group, 2, table, PAGE) is None
+    vllm_slots.room(positions, table, PAGE)
+    vllm_slots.take(group, 0)
+    assert vllm_slots.of_rank(group, 3, table, PAGE) is None
+    vllm_slots.switch(False)
+    vllm_slots.offer_of_rank(slots, lens, table, PAGE)
+    assert not vllm_slots.wanted() and vllm_slots._state.offered is None

@@ -3,10 +3,11 @@ VLLM_PLUGINS names ``mla_fp8_context_parallel``.
 
 ===================  ========================================================================================
 limits of FlashMLA   lifted: vLLM refuses 32 heads of a rank, other paddings of all heads, and bf16 caches
-slots                topk_to_slots: those of this rank's own keys, packed, and how many
-queries, results     :class:`mla_fp8.context_parallel.Exchange`, one for all layers. More tokens than vLLM has
-                     memory of its own for go by collectives
-indexer              with ``mla_fp8_index_topk``: an all-gather of what each rank chose, then merge_topk
+choice, queries,     :class:`mla_fp8.context_parallel.Exchange`, one for all layers. More tokens than vLLM has
+results              memory of its own for go by collectives
+slots                this rank's own, packed, and how many: of decode from the merge of choices where
+                     ``mla_fp8_layer_ops`` serves the layer, else topk_to_slots
+queries              those of ``mla_fp8_layer_ops`` are whole: nobody concatenates them
 drafts               rows with a choice of their own, as in vLLM: a draft chooses among what it sees
 ===================  ========================================================================================
 
@@ -25,17 +26,19 @@ import torch
 from torch import Tensor
 
 from .. import probes
+from .._torch_private import without_torch_function
 from ..context_parallel import Exchange
 from ..layout import HEAD_DIM_V
-from ..ops.merge_topk import merge_topk
 from ..ops.topk_to_slots import topk_to_slots
+from . import vllm_slots
 from .log import logger, say_once
 from .vllm_logits import Logits
 
 NAME = "mla_fp8_context_parallel"
 ATTENTION = "vllm.v1.attention.backends.mla.flashmla_sparse"
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
-_state = SimpleNamespace(on=False)
+_state = SimpleNamespace(on=False, exchange=None)
+_MOST_CANDIDATES = 4096
 _LOGGER = logging.getLogger("mla_fp8")
 _NEEDS: probes.Needs = {
     ATTENTION: {
@@ -124,16 +127,35 @@ def around_merge(original: Callable[..., None], *args: Any, **options: Any) -> N
     if own is None:
         logits = logits.looked_at("the merge of ranks") if isinstance(logits, Logits) else logits
         own = _candidates(logits, positions, given.get("row_starts"))
-    gathered = import_module(INDEXER).get_dcp_group().all_gather(own, dim=0).view(world, *own.shape)
-    merge_topk(
-        gathered[:, 0].view(torch.float32),
-        gathered[:, 1],
+    pages = logits.pages if isinstance(logits, Logits) and vllm_slots.wanted() else None
+    table, page_size, next_n = pages or (None, 1, 1)
+    _, slots, lens = _exchange_of_choice(*positions.shape).merge_topk(
+        own[0].view(torch.float32),
+        own[1],
         topk=given["topk_tokens"],
         interleave=given["cp_interleave"],
+        page_table=table,
+        page_size=page_size,
+        next_n=next_n,
         out_positions=positions,
-        out_lens=torch.empty(len(positions), dtype=torch.int32, device=positions.device),
     )
+    if table is not None and slots is not None:
+        vllm_slots.offer_of_rank(slots, lens, table, page_size)
     return None
+
+
+def _exchange_of_choice(rows: int, columns: int) -> Exchange:
+    exchange: Exchange | None = _state.exchange
+    if exchange is not None and rows <= exchange.max_tokens and columns <= exchange.max_candidates:
+        return exchange
+    return _collectives(import_module(INDEXER).get_dcp_group())
+
+
+@functools.cache
+def _collectives(group: Any) -> Exchange:
+    return Exchange(
+        group.device_group, 1 << 30, group.world_size, max_candidates=_MOST_CANDIDATES, symmetric=False
+    )
 
 
 def _candidates(logits: Tensor, positions: Tensor, row_starts: Tensor | None) -> Tensor:
@@ -148,6 +170,11 @@ def _candidates(logits: Tensor, positions: Tensor, row_starts: Tensor | None) ->
 
 def slots_of_rank(impl: Any, positions: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
     """(slots, lens) of this rank's own keys among ``positions [rows, topk]`` of requests."""
+    if metadata.num_decode_tokens == metadata.num_actual_tokens == len(positions):
+        group = getattr(impl, "index_group", None)
+        known = vllm_slots.of_rank(group, len(positions), metadata.block_table, metadata.block_size)
+        if known is not None:
+            return known
     return topk_to_slots(
         positions,
         metadata.block_table,
@@ -191,6 +218,19 @@ def _without_limits(theirs: ModuleType) -> Iterator[None]:
         impl._compute_fp8_decode_padded_heads = padded
 
 
+class Whole(Tensor):
+    """Queries with their RoPE part. To concatenate that once more gives the queries as they are."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.cat:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        with without_torch_function():
+            return args[0][0].as_subclass(Tensor)
+
+
 class Ranks:
     """In place of what vLLM's manager of a layer calls around attention."""
 
@@ -198,7 +238,9 @@ class Ranks:
         self.few, self.many = few, many
 
     def query_gather(self, query: Tensor) -> Tensor:
-        return self._of(query).gather_queries(query)
+        """In a graph that breaks at attention :class:`Whole` is lost: its RoPE part comes once more."""
+        exchange = self._of(query)
+        return exchange.gather_queries(query[..., : exchange.head_dim_qk])
 
     def combine(
         self, partial_output: Tensor, partial_lse: Tensor, *, seq_lens: Tensor, query_start_loc: Tensor
@@ -212,16 +254,16 @@ class Ranks:
 
 @functools.cache
 def _ranks_of(
-    group: Any, device: torch.device, few: int, many: int, num_heads: int, head_dim_qk: int
+    group: Any, device: torch.device, few: int, many: int, num_heads: int, head_dim_qk: int, topk: int
 ) -> Ranks:
     options: dict[str, Any] = {"head_dim_qk": head_dim_qk, "device": device}
     heads = num_heads * group.world_size
     ranks = Ranks(
-        Exchange(group.device_group, few, heads, **options),
+        Exchange(group.device_group, few, heads, max_candidates=topk, **options),
         Exchange(group.device_group, many, heads, symmetric=False, **options),
     )
     logger().info(
-        "mla_fp8 exchanges the queries and results of %d ranks over %s: %d query heads of all, "
+        "mla_fp8 exchanges the choice, queries and results of %d ranks over %s: %d query heads of all, "
         "up to %d tokens; more by collectives",
         group.world_size,
         ranks.few.transport,
@@ -231,16 +273,22 @@ def _ranks_of(
     return ranks
 
 
+def why_vllms(layer: Any, vllm_config: Any) -> str | None:
+    """Why the exchange of a layer that serves() stays vLLM's, or None."""
+    if max(vllm_config.parallel_config.num_ubatches, 1) > 1:
+        return "micro-batches, which exchange at the same time"
+    if vllm_config.model_config.dtype is not torch.bfloat16 or layer.kv_lora_rank != HEAD_DIM_V:
+        return f"results of {layer.kv_lora_rank} x {vllm_config.model_config.dtype}"
+    return None
+
+
 def _exchange_by_us(layer: Any, vllm_config: Any) -> None:
     manager = layer.dcp_manager
-    reason = None
-    if manager.num_ubatches > 1:
-        reason = "micro-batches, which exchange at the same time"
-    elif vllm_config.model_config.dtype is not torch.bfloat16 or layer.kv_lora_rank != HEAD_DIM_V:
-        reason = f"results of {layer.kv_lora_rank} x {vllm_config.model_config.dtype}"
+    reason = why_vllms(layer, vllm_config)
     if reason:
         say_once(f"mla_fp8: the exchange of context parallelism stays vLLM's for {reason}")
         return
+    topk = getattr(vllm_config.model_config.hf_text_config, "index_topk", 0)
     ranks = _ranks_of(
         manager.group,
         manager.device,
@@ -248,5 +296,7 @@ def _exchange_by_us(layer: Any, vllm_config: Any) -> None:
         vllm_config.scheduler_config.max_num_batched_tokens,
         layer.num_heads,
         layer.kv_lora_rank + layer.qk_rope_head_dim,
+        topk if topk <= _MOST_CANDIDATES else 0,
     )
     manager.query_gather, manager.combine = ranks.query_gather, ranks.combine
+    _state.exchange = ranks.few

@@ -13,8 +13,7 @@ keys of a chunk        vLLM's gather, of which each row sees cu_seqlen_ks to cu_
 lengths                vLLM's on the device, one of a row or one of a request; 0 for rows that pad a graph
 positions              within the request, ascending, then -1, into vLLM's buffer; of decode their slots
                        besides (vllm_slots.py). Of others attention makes slots, as of vLLM's
-of ranks               with vllm_context_parallel.py: each rank chooses among its own keys; then an all-gather
-                       of logits and positions, and merge_topk
+of ranks               with vllm_context_parallel.py: each rank chooses among its own keys, then they merge
 memory                 of vLLM's workspace where a graph may be captured: decode
 V4.1's blocks          vLLM's buffer of them, a list of each row: what layer 20 published
 =====================  ======================================================================================
@@ -96,7 +95,9 @@ def fp8_fp4_paged_mqa_logits(
             captured=True,
         )
 
-    return Logits.of(rows, max_model_len, original, choose)
+    logits = Logits.of(rows, max_model_len, original, choose)
+    logits.pages = block_tables, kv_cache.shape[1], next_n
+    return logits
 
 
 def fp8_fp4_mqa_logits(

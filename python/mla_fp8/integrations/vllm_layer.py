@@ -25,7 +25,7 @@ from ..index_layout import INDEX_DIM, INDEX_LAYOUTS
 from ..layout import HEAD_DIM_V, KV_LAYOUTS, KVLayout
 from ..ops.prepare_keys import prepare_keys
 from ..ops.prepare_queries import prepare_queries
-from . import vllm_indexer, vllm_slots, vllm_sparse
+from . import vllm_context_parallel, vllm_indexer, vllm_slots, vllm_sparse
 from .flash_mla_calls import around
 from .layer_shared import ROPE_DIM, Refusals, first, of_dims, tables
 from .log import say_once
@@ -92,7 +92,13 @@ def why_not_layer(self: Any) -> str | None:
     refusals: Refusals = {
         f"attention of {type(self.impl).__name__}": lambda: not isinstance(self.impl, impl),
         "prefill context parallelism": lambda: self.use_pcp,
-        "decode context parallelism": lambda: getattr(self.impl, "dcp_world_size", 1) > 1,
+        f"decode context parallelism without {vllm_context_parallel.NAME}": lambda: (
+            _of_ranks(self)
+            and not (isinstance(self.impl, vllm_sparse.RankImpl) and vllm_context_parallel.serves(self.impl))
+        ),
+        "an exchange of ranks by vLLM": lambda: (
+            _of_ranks(self) and vllm_context_parallel.why_vllms(self, self._vllm_config) is not None
+        ),
         "HiSparse": lambda: self.hisparse_cache is not None,
         "FP8 queries": lambda: self._fp8_query,
         f"caches of {self.kv_cache_dtype}": lambda: self.kv_cache_dtype not in _LAYOUTS,
@@ -110,6 +116,10 @@ def why_not_layer(self: Any) -> str | None:
             "index scales of Blackwell": scales,
         }
     return first(refusals)
+
+
+def _of_ranks(self: Any) -> bool:
+    return bool(getattr(self.impl, "dcp_world_size", 1) > 1)
 
 
 def forward(original: Any, self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
@@ -161,6 +171,8 @@ def _forward(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
         rotated = whole[..., HEAD_DIM_V:]
         torch.bmm(q_nope.transpose(0, 1), self.W_UK_T, out=whole[..., :HEAD_DIM_V].transpose(0, 1))
     queries = _queries(self, positions, q_pe, rotated, q_c, index_weights, indexer)
+    if absorbed and _of_ranks(self):
+        whole = whole.as_subclass(vllm_context_parallel.Whole)
 
     output = q.new_empty(num_tokens, heads * self.v_head_dim)
     self._sparse_indexer_and_attn(

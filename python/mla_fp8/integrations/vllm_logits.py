@@ -30,6 +30,7 @@ class Logits(Tensor):
     make: Callable[[], Tensor]
     choose: Callable[..., None]
     candidates: Tensor | None  # [2, rows, topk] int32: bits of logits, positions
+    pages: tuple[Tensor, int, int] | None  # of decode: page table, page size, rows of a request
     made: Tensor | None
     level: Level | None
     later: Callable[[Tensor], None] | None
@@ -44,7 +45,7 @@ class Logits(Tensor):
     ) -> "Logits":
         self = torch.empty((rows, width), dtype=torch.float32, device="meta").as_subclass(cls)
         self.make, self.choose, self.made, self.level, self.later = make, choose, None, None, None
-        self.candidates = None
+        self.candidates = self.pages = None
         return self
 
     def put_off(self, level: Level, work: Callable[[Tensor], None]) -> None:

@@ -1,5 +1,5 @@
-"""Slots that index_topk finds beside the positions, for the layers of vLLM that attend to them: decode of
-DeepSeek V3.2 and GLM-5 then has no kernel that converts positions.
+"""Slots that index_topk, or the merge of ranks, finds beside the positions, for the layers of vLLM that
+attend to them: decode of DeepSeek V3.2 and GLM-5 then has no kernel that converts positions.
 
 The indexer (vllm_indexer.py) offers what it chose. The layer that has it takes the offer before it attends
 (``record_logical_topk_ready``, which vLLM calls in between), for itself and for all layers of its index
@@ -24,6 +24,7 @@ _state = SimpleNamespace(on=False, offered=None)
 class Slots:
     slots: Tensor  # [rows, topk]
     table: tuple[int, ...]
+    lens: Tensor | None = None  # [rows], where ranks have a part of the keys each
 
 
 def switch(on: bool) -> None:
@@ -38,6 +39,16 @@ def room(positions: Tensor, page_table: Tensor, page_size: int) -> Tensor | None
     slots = torch.empty(positions.shape, dtype=torch.int32, device=positions.device)
     _state.offered = Slots(slots, _key(page_table, page_size))
     return slots
+
+
+def offer_of_rank(slots: Tensor, lens: Tensor, page_table: Tensor, page_size: int) -> None:
+    """A rank's own slots of decode, to the layer that chooses."""
+    _state.offered = Slots(slots, _key(page_table, page_size), lens) if _state.on else None
+
+
+def wanted() -> bool:
+    """Whether a layer may take what is offered."""
+    return bool(_state.on)
 
 
 def void(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -59,12 +70,23 @@ def take(group: Any, layer: int) -> None:
 
 def of(group: Any, rows: int, page_table: Tensor, page_size: int) -> Tensor | None:
     """The slots of a step's ``rows``, or None where they are not known."""
+    chosen = _taken(group, rows, page_table, page_size)
+    return None if chosen is None or chosen.lens is not None else chosen.slots
+
+
+def of_rank(group: Any, rows: int, page_table: Tensor, page_size: int) -> tuple[Tensor, Tensor] | None:
+    """(slots, lens) that a rank has of a step's ``rows``, or None."""
+    chosen = _taken(group, rows, page_table, page_size)
+    return None if chosen is None or chosen.lens is None else (chosen.slots, chosen.lens)
+
+
+def _taken(group: Any, rows: int, page_table: Tensor, page_size: int) -> Slots | None:
     chosen: Slots | None = getattr(group, _ATTRIBUTE, None)
     if chosen is None or len(chosen.slots) != rows or chosen.table != _key(page_table, page_size):
         return None
     if group.num_layers == 1:
         setattr(group, _ATTRIBUTE, None)  # nobody else reads them: their memory is free for others
-    return chosen.slots
+    return chosen
 
 
 def _key(page_table: Tensor, page_size: int) -> tuple[int, ...]:
