@@ -4,10 +4,10 @@ processes that exchange by gloo."""
 import math
 import socket
 
+import forked_ranks
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 import mla_fp8
@@ -197,10 +197,10 @@ def check_choice(exchange: Exchange, rows: int, interleave: int) -> None:
     assert all(map(torch.equal, got[1:], slots))
 
 
-def run_rank(rank: int, world_size: int, interleave: int, port: int, errors) -> None:
-    try:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=world_size, rank=rank)
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size, interleave", [(2, 1), (4, 64)])
+def test_processes_exchange_what_one_process_adds_up_bit_for_bit(world_size, interleave):
+    def run_rank(rank: int) -> dict:
         exchange = Exchange(dist.group.WORLD, 16, HEADS, device="cpu", max_candidates=TOPK)
         assert exchange.transport == "collectives"
         heads = HEADS // world_size
@@ -224,30 +224,9 @@ def run_rank(rank: int, world_size: int, interleave: int, port: int, errors) -> 
             assert torch.equal(queries, step.q)
             exchange.merge(outs[rank], lses[rank])
             check_choice(exchange, tokens, interleave)
-        dist.destroy_process_group()
-    except BaseException as error:
-        errors.put(f"rank {rank}: {error!r}")
-        raise
+        return {}
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size, interleave", [(2, 1), (4, 64)])
-def test_processes_exchange_what_one_process_adds_up_bit_for_bit(world_size, interleave):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    errors = context.SimpleQueue()
-    ranks = [
-        context.Process(target=run_rank, args=(r, world_size, interleave, port, errors))
-        for r in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-    assert errors.empty(), errors.get()
-    assert [process.exitcode for process in ranks] == [0] * world_size
+    assert forked_ranks.of_ranks(world_size, run_rank) == [{}] * world_size
 
 
 @pytest.fixture
