@@ -24,7 +24,14 @@ from vllm_prompt_cases import prompts_of_many_heads
 
 import mla_fp8_plugins
 from mla_fp8 import INDEX_LAYOUTS, KV_LAYOUTS
-from mla_fp8.integrations import layer_ops, vllm_indexer, vllm_layer, vllm_slots, vllm_sparse
+from mla_fp8.integrations import (
+    layer_ops,
+    vllm_context_parallel,
+    vllm_indexer,
+    vllm_layer,
+    vllm_slots,
+    vllm_sparse,
+)
 from mla_fp8.integrations import vllm as plugin
 from mla_fp8.testing import assert_within_flash_mla_tolerance
 
@@ -288,6 +295,41 @@ def test_what_a_layer_refuses_stays_vllms(changes, reason, monkeypatch):
         lambda *args: called.append(args) or "theirs", layer, None, torch.zeros(1).bfloat16()
     )
     assert out == "theirs" and len(called) == 1
+
+
+def test_a_layer_of_ranks_stays_vllms_unless_they_exchange_by_us(monkeypatch):
+    layer = Step(monkeypatch, Weights(True)).layer
+    layer.impl.dcp_world_size, layer.impl.pcp_world_size = 2, 1
+    alone = "decode context parallelism without mla_fp8_context_parallel"
+    assert vllm_layer.why_not_layer(layer) == alone
+    monkeypatch.setattr(vllm_context_parallel._state, "on", True)
+    assert vllm_layer.why_not_layer(layer) == alone  # a class of attention that was made before
+    kind = vllm_sparse.make_backend(plugin.__name__).get_impl_cls()
+    impl = kind.__new__(kind)
+    vars(impl).update(vars(layer.impl))
+    layer.impl = impl
+    config = layer._vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(num_ubatches=1), model_config=SimpleNamespace(dtype=torch.bfloat16)
+    )
+    assert vllm_layer.why_not_layer(layer) is None
+    config.parallel_config.num_ubatches = 2
+    assert vllm_layer.why_not_layer(layer) == "an exchange of ranks by vLLM"
+
+
+def test_queries_of_ranks_are_whole(monkeypatch):
+    """What vLLM concatenates for the gather is the tensor that the layer has written."""
+    step, seen = Step(monkeypatch, Weights(True)), []
+    monkeypatch.setattr(vllm_layer, "why_not_layer", lambda layer: None)
+    monkeypatch.setattr(vllm_layer, "_of_ranks", lambda layer: True)
+    kind = attention.DeepseekV32Attention
+    monkeypatch.setattr(kind, "_sparse_indexer_and_attn", lambda self, *args: seen.append(args[-3:]))
+    hidden, tokens, prompts = next(batches())
+    requests, positions = torch.tensor(tokens).T.contiguous()
+    step.run(torch.stack([hidden[r][p] for r, p in tokens]), requests, positions, prompts)
+    ((whole, rotated, _),) = seen
+    got = torch.cat((whole[:5], rotated[:5]), dim=-1)
+    assert type(got) is torch.Tensor and got.data_ptr() == whole.data_ptr()
+    assert got.shape == (5, HEADS, LATENT + ROPE) and torch.equal(got[..., LATENT:], rotated[:5])
 
 
 def test_prompts_of_many_heads_are_written_where_vllm_reads_them(monkeypatch):
