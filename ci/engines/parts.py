@@ -11,8 +11,8 @@ PARTS = {
     "experts": ("moe", "expert", "topk_gating", "grouped_topk", "align_block"),
     "sampling": (
         "gumbel", "arg_?max", "topk_topp", "sampl", "logprob", "rejection_", "_penalties_", "_temperature_",
-        "_min_p_", "_bad_words_", "_bias_kernel", "soft_?max", "multinomial", "radix_sort", "bincount",
-        "_ranks_", "softcap",
+        "_min_p_", "_bad_words_", "_bias_kernel", "(?<!kpool_)soft_?max", "multinomial", "radix_sort",
+        "bincount", "_ranks_", "softcap",
     ),
     "inputs of a step": (
         "_prepare_", "slot_mapping", "block_table", "_post_update", "req_to_token", "metadata", "seqlen",
@@ -25,24 +25,26 @@ PARTS = {
         "topk_main", "top_?kper_row", "(persistent|sampled|cooperative)_topk", "topk_transform", "fast_topk",
         "filtered_topk", "radix_topk", "_upcast_logits", "_block_scores", "_finalize_candidates",
         "_keylist", "_mask_candidates", "fp32_logits", "index_(list|blocks)_kernel", "paged_indexer_topk",
+        "pack_seq",
         "amax8_varlen",
     ),
     "queries": (
         "fused_q_kernel", "concat_mlaq", "concat_mla_absorb_q", "hadamard", "act_quant",
         "indexer_q(?!uant)", "q_?norm_rope", "prepare_queries", "pad_q_heads", "rope_inplace", "fused_rope",
         "rotary", "_q_kv_norm_quant", "deepseek_rope", "rope_tail", "triton_poi_fused_mul",
+        "fwht",
     ),
     "rows of pages": ("gather_and_upconvert", "gather_k_?cache", "dequanti[sz]e", "get_k_and_s"),
     "keys and caches": (
         "norm_rope", "concat_and_cache", "concat_mla", "fused_store", "compress", "partial_states",
         "prepare_keys", "set_mla_kv", "set_k_and_s", "quantize_kv", "quantize_index_k",
-        "quantize_and_insert", "indexer_k", "index_k(?!ernel)", "rope_(plain|quant)_insert",
+        "kpool", "quantize_and_insert", "indexer_k", "index_k(?!ernel)", "rope_(plain|quant)_insert",
         "_store_latent", "save_ring", "store_cache", "quant_k_cache", "k_cache", "kv_buffer",
     ),
     "indices": (
         "convert_req_index", "remap", "combine_topk", "global_topk", "topk_to_slots", "topk_lens",
         "build_swa", "plan_shared", "short_context_topk", "transform_index", "pack_topk", "translate",
-        "create_.*_indices", "safe_lengths", "swa_page_indices",
+        "create_.*_indices", "safe_lengths", "swa_page_indices", "expand_pools",
     ),
     "attention": (
         "mla_fp8.*(attention|decode|prefill|few_heads|many_heads|bf16_tiles|merge|parts)", "sparse_attn",

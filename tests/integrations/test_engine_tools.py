@@ -84,6 +84,9 @@ def test_an_entry_that_is_not_understood_changes_nothing(tmp_path):
         ("_rope_tail_fake_quant_fp4_kernel", "queries"),
         ("Memcpy DtoD (Device -> Device)", "copies, fills"),
         ("_get_k_and_s_triton_kernel", "rows of pages"),
+        ("_kpool_softmax_rotate_write_cache_kernel", "keys and caches"),
+        ("_fwht_quant_kernel", "queries"),
+        ("_expand_pools_and_append_tail_kernel", "indices"),
         ("a_kernel_of_nobody", "rest"),
     ],
 )
