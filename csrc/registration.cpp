@@ -199,6 +199,7 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
 STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   m.def("kv_layout_table() -> str");
   m.def("index_layout_table() -> str");
+  m.def("attention_table() -> str");
   m.def(
       "index_topk_workspace(int num_rows, int topk, int num_sms, int num_candidates=0, int num_positions=0) "
       "-> int");
@@ -387,10 +388,9 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8_emulated, CPU, m){MLA_FP8_HIP_OPS(IMPL)}
 #endif
 
 #else
-
-STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CompositeExplicitAutograd,
-                          m){IMPL(kv_layout_table) IMPL(index_layout_table) IMPL(index_topk_workspace)
-                                 IMPL(index_topk_counters) IMPL(sparse_attention_workspace) IMPL(cpu_isa)}
+STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CompositeExplicitAutograd, m){
+    IMPL(kv_layout_table) IMPL(index_layout_table) IMPL(attention_table) IMPL(index_topk_workspace)
+        IMPL(index_topk_counters) IMPL(sparse_attention_workspace) IMPL(cpu_isa)}
 
 STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CPU, m) {
   MLA_FP8_CPU_OPS(IMPL)

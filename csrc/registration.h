@@ -75,6 +75,7 @@ namespace mla_fp8 {
 
 std::string kv_layout_table();
 std::string index_layout_table();
+std::string attention_table();
 std::string cpu_isa();
 void _warmup(const Tensor& device_of);
 

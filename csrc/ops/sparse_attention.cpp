@@ -3,10 +3,31 @@
 
 #include <functional>
 
+#include "cuda/sparse_attention/plan.h"
 #include "ops/sparse_arguments.h"
 #include "registration.h"
 
 namespace mla_fp8 {
+
+#if !MLA_FP8_WITH_CUDA && !MLA_FP8_WITH_HIP
+// Tells Python what Hopper's plans decide by layouts and heads: lines of a name and its values.
+std::string attention_table() {
+  std::string table = "tile_rows " + std::to_string(gpu::kTileRows);
+  const auto add = [&](const char* name, gpu::Rows rows) {
+    table += std::string("\n") + name;
+    for (int i = 0; i < kNumKvLayouts; ++i)
+      if (const auto id = static_cast<KvLayoutId>(i); rows.has({id, id}))
+        table += std::string(" ") + kv_layout(id).name;
+  };
+  add("any_width", gpu::kTimedFp8Rows);  // batch_invariant: no bit depends on the width of a list of keys
+  add("groups", gpu::kListedRows);       // layouts, and heads, of neighbours that share lists of keys
+  table += "\ngroup_heads";
+  for (int heads = 1; heads <= kMaxQHeads; ++heads)
+    if (gpu::fills_tiles(heads)) table += ' ' + std::to_string(heads);
+  return table;
+}
+#endif
+
 namespace {
 
 // Allocates out and lse, after a check that q has three dimensions.

@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 import _mla_fp8_core as core
 
-from mla_fp8.prefill import ways
+from mla_fp8.prefill import plans as asked
 
 HERE = Path(__file__).parent
 LAYOUTS = [layout.name for layout in core.KV_LAYOUTS]
@@ -220,7 +220,7 @@ def test_the_chunk_cache_names_what_has_tiles_of_neighbours():
             "prefill", layout=layout, queries=8192, heads=heads, keys=128, extra_keys=512,
             query_groups=max(64 // heads, 1),
         )  # fmt: skip
-        assert (has is not None) == (heads in ways._TILE_HEADS and LAYOUTS[layout] in ways._TILE_LAYOUTS)
+        assert (has is not None) == asked.fills_tiles(LAYOUTS[layout], heads, max(64 // heads, 1))
 
 
 problems = st.fixed_dictionaries(

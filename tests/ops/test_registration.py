@@ -15,6 +15,7 @@ from mla_fp8 import _libraries
 
 QUERIES = (  # no tensors
     "kv_layout_table",
+    "attention_table",
     "index_layout_table",
     "index_topk_counters",
     "index_topk_workspace",

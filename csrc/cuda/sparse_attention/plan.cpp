@@ -131,7 +131,7 @@ bool runs(const Variant& v, const SparseAttentionParams& p) {
 const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) {
   const int heads = p.num_q_heads;
   if (p.query_groups < 2 || p.num_tokens < 2 || p.num_tokens >= kMaxSplitQueries || p.is_window ||
-      p.batch_invariant || (heads != 8 && heads != 16 && heads != 32) || !has_own_kernels(p, gpu))
+      p.batch_invariant || !fills_tiles(heads) || !has_own_kernels(p, gpu))
     return nullptr;
   const SharedKeysShape shape(p);
   const int64_t rows = shape.queries.tile * heads;

@@ -201,14 +201,16 @@ MLA_HD int longest_run(int blocks, int run_blocks, int most_runs_log2) {
 
 // ---- neighbours whose heads fill the 64 rows of a CTA ---------------------------------------------------
 
-// Queries of a tile that attends to all entries of the past; 1: each goes alone. Tiles of several queries
-// have 8, 16 or 32 heads a query, so all heads of an octet belong to one query. Tiles count from the call's
+inline constexpr int kTileRows = 64;  // of heads and neighbours
+// True if heads of neighbours fill tiles: all heads of an octet belong to one query.
+constexpr bool fills_tiles(int heads) { return heads == 8 || heads == 16 || heads == 32; }
+// Queries of a tile that attends to all entries of the past; 1: each goes alone. Tiles count from the call's
 // first token. Where all requests may have equally many tokens, most sizes leave no tile with queries of two
 // requests.
 inline int entry_tile_queries(const SparseAttentionParams& p) {
   const int heads = p.num_q_heads;
-  if (!p.has_entry_pages || p.batch_invariant || (heads != 8 && heads != 16 && heads != 32)) return 1;
-  const int64_t most = 64 / heads, requests = p.window.num_requests;
+  if (!p.has_entry_pages || p.batch_invariant || !fills_tiles(heads)) return 1;
+  const int64_t most = kTileRows / heads, requests = p.window.num_requests;
   const bool even = requests > 0 && p.num_tokens % requests == 0;
   const int64_t each = std::max<int64_t>(even ? p.num_tokens / requests : p.num_tokens, 1);
   return static_cast<int>(ceil_div(each, ceil_div(each, most)));

@@ -11,6 +11,7 @@ from .._torch_private import version_of
 from ..arch import arch_of
 from ..dispatch import can_run
 from ..ops.build_swa_token_ids import build_swa_token_ids
+from . import plans
 from .checks import check_strategy, expect_at_least, expect_chunk, expect_kind, expect_lengths, expect_rows
 from .costs import predict
 from .layer import LayerCaches
@@ -23,8 +24,6 @@ __all__ = ["SparsePrefillChunkCache"]
 
 MAX_QUERY_GROUP = 65536  # of the ops
 _NAME = "mla_fp8.SparsePrefillChunkCache"
-# Whose bits do not depend on the width of a query's list: as plan_segments (plan_sm90.h), and on a CPU all.
-_OF_ANY_WIDTH = ("dsv32", "dsv4", "dsv41")
 
 
 class SparsePrefillChunkCache:
@@ -215,7 +214,7 @@ def _check_batch_invariant(q: Tensor, layer: LayerCaches, topk_indices: Tensor |
     if strategy not in ("auto", "direct"):
         raise ValueError(f"{_NAME}: strategy must be auto or direct with batch_invariant, got {strategy!r}")
     arch, layout = arch_of(q.device.type, q.device.index), layer.layout_name
-    of_any_width = arch == "cpu" or (arch == "sm90" and layout in _OF_ANY_WIDTH)
+    of_any_width = arch == "cpu" or (arch == "sm90" and plans.in_any_width(layout))
     if layer.entries and topk_indices is None and not of_any_width:  # as wide as the longest request's
         raise ValueError(
             f"{_NAME}: topk_indices must be given with batch_invariant for {layout} on {arch}, got None"

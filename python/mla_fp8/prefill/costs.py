@@ -46,7 +46,8 @@ COSTS: dict[str, Costs] = {
 }  # fmt: skip
 # Of a GPU that nobody measured: the ratios matter, and they differ less. Its kernel has no tiles.
 DEFAULT = replace(COSTS["sm90"], entries_key=(), grouped_key=())
-TILE_ROWS, ENOUGH_TILES = 64, 66  # of heads and neighbours; from here on all entries are attended to in tiles
+# `entries_key` is of calls whose heads and tokens make as many rows: tiles of 64 for half the SMs.
+ENTRIES_ROWS = 66 * 64
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def predict(shape: LayerShape, arch: str) -> dict[str, float]:
     keys, indices = shape.num_keys, shape.num_tokens * (shape.topk + shape.window_size)
     window = shape.num_window_rows * costs.row
     prices = costs.workspace_key if shape.topk else costs.window_key
-    if shape.all_entries and shape.num_tokens * shape.num_q_heads >= ENOUGH_TILES * TILE_ROWS:
+    if shape.all_entries and shape.num_tokens * shape.num_q_heads >= ENTRIES_ROWS:
         prices = costs.entries_key or prices
     from_workspace = keys * for_heads(prices, shape.num_q_heads) + window
     find = costs.select + (shape.num_entries + indices) * costs.reference

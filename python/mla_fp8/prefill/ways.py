@@ -13,13 +13,12 @@ from ..dispatch import can_run, select_name
 from ..layout import row_layout
 from ..ops.dequantize_kv import dequantize_kv, dequantize_kv_paged
 from ..ops.sparse_prefill import sparse_prefill, sparse_prefill_paged, sparse_prefill_window
-from .costs import TILE_ROWS
+from . import plans
 from .layer import LayerCaches
 from .tables import Tables, with_none
 from .workspace import PrefillWorkspace
 
 Attended = tuple[Tensor, ...]  # out, max_logits, lse
-_TILE_HEADS, _TILE_LAYOUTS = (8, 16, 32), ("dsv4", "dsv32")  # as plan.cpp; tested
 
 
 def whole(
@@ -117,9 +116,8 @@ def needs_no_indices(
 
 def fills_tiles(layer: LayerCaches, q: Tensor, query_groups: int, backend: str) -> bool:
     """Whether groups of so many neighbours fill tiles, for which `direct` has a kernel and a price."""
-    heads = q.shape[1]
-    shares = heads in _TILE_HEADS and layer.layout_name in _TILE_LAYOUTS and backend in ("auto", "native")
-    return shares and query_groups * heads >= TILE_ROWS
+    is_ours = backend in ("auto", "native")
+    return is_ours and plans.fills_tiles(layer.layout_name, q.shape[1], query_groups)
 
 
 def _gather(tables: Tables, workspace: PrefillWorkspace, layer: LayerCaches) -> Tensor:
