@@ -44,6 +44,7 @@ void start(Warp& w, Cta& cta, const Launch& launch, unsigned id) {
   w = {.cta = &cta, .launch = &launch, .id = id, .file = std::move(w.file), .local = std::move(w.local)};
   const Kernel& k = *launch.kernel;
   w.file.resize(static_cast<size_t>(k.num_regs));
+  w.own = k.num_regs, w.constants = k.constants.data();
   for (auto& r : w.file) std::fill(std::begin(r.lane), std::end(r.lane), kJunk);
   for (const Special& s : k.specials)
     for (int l = 0; l < kLanes; ++l) w.file[static_cast<size_t>(s.reg)].lane[l] = special_value(w, l, s.name);
@@ -140,19 +141,24 @@ bool Warp::run(int instructions) {
     if (g.wait != Group::kLanesOf) g.wait = Group::kNone;
   bool any = false;
   for (; instructions > 0; --instructions) {
-    // Of the groups the one that is behind the others, so that they meet again.
-    running = groups.size();
-    for (size_t k = 0; k < groups.size(); ++k)
-      if (groups[k].wait == Group::kNone && (running == groups.size() || groups[k].pc < groups[running].pc))
-        running = k;
-    if (running == groups.size()) break;
-    const Instruction& i = code[group().pc];
+    running = 0;
+    if (groups.size() > 1) {  // the one that is behind the others, so that they meet again
+      running = groups.size();
+      for (size_t k = 0; k < groups.size(); ++k)
+        if (groups[k].wait == Group::kNone && (running == groups.size() || groups[k].pc < groups[running].pc))
+          running = k;
+      if (running == groups.size()) break;
+    } else if (group().wait != Group::kNone) {
+      break;
+    }
+    const uint32_t pc = group().pc;
+    const Instruction& i = code[pc];
     active = group().lanes;
     if (i.guard >= 0) {
       const Mask holds = true_lanes(reg(i.guard));
       active &= i.if_not ? ~holds : holds;
     }
-    next = group().pc + 1;
+    next = pc + 1;
     if (active != 0) i.run(*this, i);
     Group& g = groups[running];
     if (g.wait != Group::kNone) continue;

@@ -77,7 +77,9 @@ struct Warp {
     Lanes lane;
   };
   std::vector<Register> file;
-  std::vector<char> local;  // of 32 threads, one behind the other
+  int own = 0;                          // registers in it; behind their numbers come constants
+  const uint64_t* constants = nullptr;  // of the kernel
+  std::vector<char> local;              // of 32 threads, one behind the other
   std::vector<Group> groups;
   size_t running = 0;               // which of them
   uint64_t cluster_generation = 0;  // in which it has arrived at the cluster's barrier
@@ -95,9 +97,8 @@ struct Warp {
 
   // A register, or a constant.
   uint64_t* reg(int number) {
-    const int own = launch->kernel->num_regs;
     return number < own ? file[static_cast<size_t>(number)].lane
-                        : const_cast<uint64_t*>(&launch->kernel->constants[size_t(number - own) * kLanes]);
+                        : const_cast<uint64_t*>(constants + size_t(number - own) * kLanes);
   }
   const uint64_t* operand(const Instruction& i, int k) { return reg(i.regs[k]); }
   uint64_t* result(const Instruction& i, int k = 0) { return reg(i.regs[k]); }
