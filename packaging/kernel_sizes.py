@@ -85,7 +85,8 @@ def readable(names: list[str]) -> list[str]:
     """Kernels without parameters and namespaces."""
     command = ["c++filt", "-p"]  # without parameters
     text = subprocess.run(command, input="\n".join(names), check=True, capture_output=True, text=True).stdout
-    return [re.sub(r"mla_fp8::|gpu::|\(anonymous namespace\)::|^void ", "", x) for x in text.splitlines()]
+    plain = re.sub(r"mla_fp8::|gpu::|\(anonymous namespace\)::|^void ", "", text, flags=re.MULTILINE)
+    return re.sub(r"\.\w+=\(((?:\(\w+\))?\w+)\)", r"\1", plain).splitlines()  # fields without their names
 
 
 def resources(cubin: ELFFile) -> dict[tuple[int, str], int]:
