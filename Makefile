@@ -39,7 +39,7 @@ test-op: build-cpu  ## 1/2 min  the tests of one op: make test-op OP=sparse_deco
 	$(PYTEST) -m "not slow" tests/ops -k $(or $(OP),$(error make test-op OP=..., such as OP=sparse_decode))
 
 test-all: build  ## 25 min   what `test` leaves out: GPU libraries, their code executed on the CPU, slow tests, all of the demo
-	$(MAKE) $(if $(findstring jobserver,$(MAKEFLAGS)),,-j$(JOBS) --output-sync=target) test-slow machine demo-all
+	$(MAKE) -o build $(if $(findstring jobserver,$(MAKEFLAGS)),,-j$(JOBS) --output-sync=target) test-slow machine demo-all
 
 lint: $(STAMP)  ## 1 min    style, types, and the limits of CONTRIBUTING.md
 	@ci/need.sh ruff clang-format mypy
