@@ -159,6 +159,20 @@ def test_all_blocks_are_the_plain_call(device):
     assert all(map(torch.equal, problem.topk(128, candidate_blocks=every), problem.topk(128)))
 
 
+@pytest.mark.parametrize("layout", ["index_fp8", "index_fp4"])
+def test_rows_with_all_of_their_blocks_beside_rows_without_one(layout, device):
+    """Lists in order are fetched as positions are; one block less, and nothing is in order."""
+    problem = random_problem(device, [1499] * 7 + [700, 8], heads=32, layout=layout)
+    problem.page_table[6, 3] = -1
+    blocks = torch.stack([torch.randperm(200) for _ in range(9)])  # 188 are seen
+    for row, missing in ((1, 0), (2, 100), (3, 187)):
+        blocks[row, blocks[row] == missing] = -1
+    blocks[4] = torch.cat([torch.arange(5, 188), torch.full((17,), 187)])  # as many, of them some twice
+    blocks[5, blocks[5] == 186] = 1 << 24
+    assert_consumed(problem, blocks.int().to(device), 300)
+    assert_consumed(problem, blocks.int().to(device), 300, pin_first=9, pin_last=9)
+
+
 def test_no_candidates_leave_nothing(device):
     problem = random_problem(device, [300, 40], heads=16)
     for blocks in (torch.empty(2, 0), torch.full((2, 9), -1), torch.full((2, 9), 1000)):
