@@ -23,6 +23,7 @@ import roles
 import steps
 import support
 import tiles
+import trained
 from results import ROOT
 
 COSTS = "python/mla_fp8/prefill/costs.py"
@@ -44,10 +45,10 @@ def filled(text: str, parts: dict[str, str]) -> str:
 def outputs() -> dict[Path, str]:
     """Every generated file, as it should be."""
     made = ops.files() | layouts.files() | attempts.files()
-    for module in (accuracy, drawings, engines, layouts, performance, roles, steps):
+    for module in (accuracy, drawings, engines, layouts, performance, roles, steps, trained):
         made |= {f"docs/img/{name}": chart for name, chart in module.images().items()}
     parts = dict[str, str]()
-    for module in (dispatch, engines, performance, prices, steps, support, tiles):
+    for module in (dispatch, engines, performance, prices, steps, support, tiles, trained):
         parts |= module.parts()
     found = {ROOT / name: text for name, text in made.items()}
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):

@@ -203,14 +203,16 @@ def run(options: argparse.Namespace) -> None:
 
 def rows(results: list[dict]) -> Iterator[dict]:
     """A row for each length and one, without length, of the speed. `stock_more`: questions that stock has
-    wrong and this one right; `stock_fewer`: the reverse; `stock_asked`: questions of both. `logprob`: of a
-    whole answer, where this one and stock are right.
+    wrong and this one right; `stock_fewer`: the reverse; `stock_asked`: questions of both; `stock_away`: how
+    far logprobs of whole answers are from stock's on average, in nats. `logprob`: that of right answers. Of
+    a name's second result, a repeated run, only the speed counts.
     """
-    by_name = {result["name"]: result for result in results}
-    for name, result in by_name.items():
+    by_name = {result["name"]: result for result in reversed(results)}
+    for result in results:
+        name = result["name"]
         who, cache = name.split("_")[:2]
         others = {"stock": by_name.get(f"stock_{cache}"), "exact": by_name.get("exact_bf16")}
-        for length, right in result["right"].items():
+        for length, right in result["right"].items() if result is by_name[name] else ():
             row = {"engine": name, "length": length, "asked": len(right), "right": sum(right)}
             for other in PAIRS:
                 theirs = others[other] and others[other]["right"].get(length)
@@ -220,9 +222,11 @@ def rows(results: list[dict]) -> Iterator[dict]:
                 row[f"{other}_asked"] = len(pairs)
                 row[f"{other}_more"] = sum(a and not b for a, b in pairs)
                 row[f"{other}_fewer"] = sum(b and not a for a, b in pairs)
+                logprobs = zip(result["logprob"][length], others[other]["logprob"][length], strict=False)
+                row[f"{other}_away"] = f"{sum(abs(a - b) for a, b in logprobs) / len(pairs):.2e}"
             known = [x for x, ok in zip(result["logprob"][length], right, strict=True) if ok]
-            row["logprob"] = f"{sum(known) / max(1, len(known)):.4f}"
-            row["agreement"] = f"{result['agreement'][length][1]:.4f}"
+            row["logprob"] = f"{sum(known) / max(1, len(known)):.3g}"
+            row["agreement"] = f"{result['agreement'][length][1]:.2e}"
             yield row
         yield {"engine": name} | {key: f"{result[key]:.5g}" for key in SPEEDS if key in result}
 
@@ -231,7 +235,7 @@ def table(options: argparse.Namespace) -> None:
     """As CSV, or for people: scores with their pairs, then speeds."""
     found = list(rows([json.loads(path.read_text()) for path in options.results]))
     if options.csv:
-        pairs = [f"{other}_{what}" for other in PAIRS for what in ("asked", "more", "fewer")]
+        pairs = [f"{other}_{what}" for other in PAIRS for what in ("asked", "more", "fewer", "away")]
         columns = ["engine", "length", "asked", "right", *pairs, "logprob", "agreement", *SPEEDS]
         writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
         writer.writeheader()

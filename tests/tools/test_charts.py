@@ -16,7 +16,7 @@ import svg
 
 PHONE = 358  # pixels for a page on a screen of 390
 IMAGES = sorted((ROOT / "docs/img").glob("*.svg"))
-CHARTS = ("accuracy", "cache_memory", "cache_ops", "decode", "engine_steps", "speed")
+CHARTS = ("accuracy", "cache_memory", "cache_ops", "decode", "engine_steps", "speed", "trained")
 
 
 @dataclass(frozen=True)

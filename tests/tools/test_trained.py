@@ -1,6 +1,7 @@
 """examples/trained: texts have one answer, training goes on where it stopped, engines know the names."""
 
 import argparse
+import csv
 import json
 import sys
 from collections.abc import Iterator
@@ -58,22 +59,25 @@ def test_prompts_end_with_a_key_and_answers_follow_it_in_the_text() -> None:
 
 
 def test_scores_are_paired_with_stock_and_exact() -> None:
-    def result(name: str, right: list[int]) -> dict:
-        logprobs = [-1.0, -2.0, -3.0, -4.0][: len(right)]
+    def result(name: str, right: list[int], more: float = 0) -> dict:
+        logprobs = [x - more for x in (-1.0, -2.0, -3.0, -4.0)][: len(right)]
         return {"name": name, "right": {"2048": [bool(x) for x in right]}, "logprob": {"2048": logprobs},
                 "agreement": {"2048": [1.0, 0.5]}, "between_ms": 1.25}  # fmt: skip
 
     found = [
-        result("stock_fp8", [1, 1, 0, 0]), result("ours_fp8_drafts", [1, 0, 0, 1]),
-        result("stock_bf16", [0, 0, 0, 0]), result("exact_bf16", [1, 1]),
+        result("stock_fp8", [1, 1, 0, 0], 0.25), result("ours_fp8_drafts", [1, 0, 0, 1]),
+        result("stock_bf16", [0, 0, 0, 0]), result("exact_bf16", [1, 1], -0.125),
+        result("ours_fp8_drafts", [0]) | {"between_ms": 1.5},
     ]  # fmt: skip
-    scores, speed = (row for row in evaluate.rows(found) if row["engine"] == "ours_fp8_drafts")
+    scores, speed, again = (row for row in evaluate.rows(found) if row["engine"] == "ours_fp8_drafts")
     assert scores == {
         "engine": "ours_fp8_drafts", "length": "2048", "asked": 4, "right": 2,
-        "stock_asked": 4, "stock_more": 1, "stock_fewer": 1, "exact_asked": 2, "exact_more": 0,
-        "exact_fewer": 1, "logprob": "-2.5000", "agreement": "0.5000",
+        "stock_asked": 4, "stock_more": 1, "stock_fewer": 1, "stock_away": "2.50e-01",
+        "exact_asked": 2, "exact_more": 0, "exact_fewer": 1, "exact_away": "1.25e-01",
+        "logprob": "-2.5", "agreement": "5.00e-01",
     }  # fmt: skip
     assert speed == {"engine": "ours_fp8_drafts", "between_ms": "1.25"}
+    assert again == {"engine": "ours_fp8_drafts", "between_ms": "1.5"}  # a repeated run
 
 
 def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,3 +242,25 @@ def test_the_layer_is_what_an_engine_computes_from_its_caches() -> None:
     past = slots <= slots[:, None]
     assert (logits.isneginf() == ~past).all()
     assert (logits - wanted)[past].norm() < 0.08 * wanted[past].norm()
+
+
+def test_the_page_says_what_was_measured() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs/guide/trained.md").read_text()
+    with (root / "docs/data/trained.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    pairs = [row[f"{other}_{what}"] for row in rows for other in evaluate.PAIRS for what in ("more", "fewer")]
+    assert set(pairs) == {"", "0"} and "all differences are +0 -0" in page
+    runs: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        if row["tokens_per_s"]:
+            runs.setdefault(row["engine"], []).append(row)
+
+    def share(who: str, kind: str) -> str:
+        ours, stock = (float(runs[f"{x}_{kind}"][0]["tokens_per_s"]) for x in (who, "stock"))
+        return f"({ours / stock:.2f})"
+
+    for who, kind in (("ours", "bf16"), ("whole", "fp8_chunks"), ("whole", "bf16")):
+        assert share(who, kind) in page
+    slow, fast = (float(runs[f"{x}_fp8_chunks"][0]["prompt_tokens_per_s"]) for x in ("ours", "stock"))
+    assert f"{slow:,.0f} of {fast:,.0f} tokens/s" in page

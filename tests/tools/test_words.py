@@ -58,6 +58,7 @@ ADDED: dict[str, int] = {
     "docs/guide/host_rows.md": 700,
     "docs/guide/index_levels.md": 700,
     "docs/guide/same_bits.md": 700,
+    "docs/guide/trained.md": 600,
     "docs/kernels/index_levels.md": 450,
 }
 STUBS = ("docs/changelog.md", "docs/contributing.md", "docs/security.md")  # a file at the top of the tree
