@@ -157,7 +157,7 @@ STABLE_TORCH_LIBRARY_IMPL(mla_fp8, CUDA, m){MLA_FP8_HIP_OPS(IMPL)}
   "Tensor? topk_length=None, Tensor? attn_sink=None, Tensor? extra_kv_cache=None, Tensor? "   \
   "extra_indices=None, "                                                                      \
   "Tensor? extra_topk_length=None, int? extra_page_size=None, int? extra_layout=None, "       \
-  "Tensor? scale=None, int query_groups=1, Tensor? shared_keys=None"
+  "Tensor? scale=None, int query_groups=1, Tensor? shared_keys=None, Tensor? query_start_loc=None"
 
 #define WINDOW_ARGUMENTS                                                                       \
   "Tensor q, Tensor kv_cache, Tensor page_table, Tensor query_start_loc, Tensor seq_lens, *, " \
@@ -297,7 +297,7 @@ STABLE_TORCH_LIBRARY(MLA_FP8_LIBRARY, m) {
   DEF_WITH_OUT(plan_shared_keys,
                "Tensor indices, *, int query_groups, int num_q_heads, int layout, int num_slots, "
                "Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
-               "int? extra_num_slots=None",
+               "int? extra_num_slots=None, Tensor? query_start_loc=None",
                "Tensor", "Tensor(a!) out")
   // For tests on CUDA: a kernel that the caller names (csrc/cuda/sparse_attention/plan.h). Without max_logits
   // that output has no elements.

@@ -186,7 +186,7 @@ void sparse_prefill_out(MLA_SPARSE_PREFILL_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS
       const OptionalTensor &extra_kv_cache, const OptionalTensor &extra_indices,                     \
       const OptionalTensor &extra_topk_length, std::optional<int64_t> extra_page_size,               \
       std::optional<int64_t> extra_layout, const OptionalTensor &scale, int64_t query_groups,        \
-      const OptionalTensor &shared_keys
+      const OptionalTensor &shared_keys, const OptionalTensor &query_start_loc
 ThreeTensors sparse_prefill_paged(MLA_PAGED_SPARSE_ARGUMENTS);
 void sparse_prefill_paged_out(MLA_PAGED_SPARSE_ARGUMENTS, MLA_SPARSE_PREFILL_OUTPUTS);
 #define MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS                                                            \
@@ -213,7 +213,8 @@ ThreeTensors _flash_mla_prefill(MLA_SPARSE_PREFILL_ARGUMENTS);
 #define MLA_PLAN_SHARED_KEYS_ARGUMENTS                                                                 \
   const Tensor &indices, int64_t query_groups, int64_t num_q_heads, int64_t layout, int64_t num_slots, \
       const OptionalTensor &topk_length, const OptionalTensor &extra_indices,                          \
-      const OptionalTensor &extra_topk_length, std::optional<int64_t> extra_num_slots
+      const OptionalTensor &extra_topk_length, std::optional<int64_t> extra_num_slots,                 \
+      const OptionalTensor &query_start_loc
 Tensor plan_shared_keys(MLA_PLAN_SHARED_KEYS_ARGUMENTS);
 void plan_shared_keys_out(MLA_PLAN_SHARED_KEYS_ARGUMENTS, Tensor out);
 // For tests: sparse attention by a kernel that the caller names, on GPUs.

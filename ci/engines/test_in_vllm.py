@@ -140,11 +140,12 @@ def grouped(monkeypatch):
     return seen
 
 
+@pytest.mark.parametrize("counts", [None, [4, 4, 1, 3, 4]], ids=str)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("method", ["_forward_fp8_kv_mixed_batch", "_forward_fp8_kv_separate_prefill_decode"])
-def test_drafts_of_a_request_are_a_group(method, layers, impl, grouped):
+def test_drafts_of_a_request_are_a_group(method, layers, counts, impl, grouped):
     torch.manual_seed(0)
-    b = draft_cases.step("cpu")
+    b = draft_cases.step("cpu", counts=counts)
     impl.index_group = SimpleNamespace(num_layers=layers)
     out, _ = getattr(impl, method)(b.q, b.cache, b.positions, b.metadata)
     assert_within_flash_mla_tolerance(out, b.exact[2].float(), b.exact[0], b.exact[2])
@@ -158,7 +159,7 @@ def test_an_index_group_is_of_layers_with_the_same_slots():
 
     assert {"num_layers"} <= {x.name for x in fields(index_group.SparseMLAIndexGroup)}
     names = {x.name for x in fields(SparseMLACommonMetadata)}
-    assert {"num_decodes", "num_decode_tokens", "decode_max_query_len", "max_query_len"} <= names
+    assert {"num_decode_tokens", "num_actual_tokens", "num_reqs", "max_query_len", "query_start_loc"} <= names
 
 
 @pytest.mark.parametrize(

@@ -170,15 +170,12 @@ __global__ void __launch_bounds__(kThreads, 2) shared_keys_kernel(const __grid_c
   static_assert(kBuckets == 16 * kThreads);
   reinterpret_cast<uint4*>(s.marks)[thread] = {};
   if (warp == 0) s.keys[kBuckets + lane] = kFree, s.marks[kBuckets + lane] = 0;
+  wait_for_previous_grid();
   const unsigned group = p.of_group.word(tile);
-  const unsigned in_group = (tile - group * p.queries.of_group) * p.queries.tile;
-  const unsigned first_query = group * p.queries.group + in_group;
-  const unsigned in_call = min((group + 1) * p.queries.group, p.queries.num_queries);
-  const unsigned num_queries = first_query < in_call ? min(in_call - first_query, p.queries.tile) : 0;
+  const auto [first_query, num_queries] = p.queries.tile_at(group, tile - group * p.queries.of_group);
   const unsigned num_units = num_queries * (p.units[0] + p.units[1]);
   const unsigned of_warp = ceil_div(num_units, unsigned{kWarps});
   const unsigned begin = min(warp * of_warp, num_units), end = min(begin + of_warp, num_units);
-  wait_for_previous_grid();
 
   bool failed = false;
   unsigned valid = 0;
@@ -219,8 +216,10 @@ __global__ void __launch_bounds__(kThreads, 2) shared_keys_kernel(const __grid_c
     }
   }
   const unsigned all = total & 0xffff, count = all + (total >> 16);
+  // A short tile is measured as a full one: a few queries alone cost a launch, more than their list.
   const bool has_list =
-      !failed && count <= p.capacity && uint64_t{count} * 256 <= uint64_t{valid} * p.most_shared;
+      !failed && count <= p.capacity &&
+      uint64_t{count} * num_queries * 256 <= uint64_t{valid} * p.most_shared * p.queries.tile;
   int32_t* const list = p.lists + tile * p.words;
   if (part == 0 && thread == 0) list[0] = has_list ? static_cast<int>(count) : -1;
   if (has_list) {

@@ -29,7 +29,7 @@ SparseAttentionParams checked_inputs(const Check& check, MLA_PLAN_SHARED_KEYS_AR
       .num_q_heads = static_cast<int>(num_q_heads),
       .num_scopes = extra_indices ? 2 : 1,
   };
-  params.query_groups = query_groups;
+  set_query_groups(check, params, query_groups, query_start_loc, indices, "indices");
   params.scopes[0] = scope(indices, "indices", topk_length, "topk_length", num_slots, "num_slots");
   if (extra_indices)
     params.scopes[1] = scope(*extra_indices, "extra_indices", extra_topk_length, "extra_topk_length",
@@ -47,7 +47,7 @@ void run(SparseAttentionParams params, Tensor lists) {
 
 #define MLA_PLAN_SHARED_KEYS_PASS                                                                       \
   indices, query_groups, num_q_heads, layout, num_slots, topk_length, extra_indices, extra_topk_length, \
-      extra_num_slots
+      extra_num_slots, query_start_loc
 
 Tensor plan_shared_keys(MLA_PLAN_SHARED_KEYS_ARGUMENTS) {
   const SparseAttentionParams params = checked_inputs(Check("plan_shared_keys"), MLA_PLAN_SHARED_KEYS_PASS);

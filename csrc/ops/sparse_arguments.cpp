@@ -125,10 +125,12 @@ void add_extra_scope(const Check& check, SparseAttentionParams& params, const Te
 }
 
 void add_shared_keys(const Check& check, SparseAttentionParams& params, const Tensor& q, int64_t query_groups,
-                     const OptionalTensor& shared_keys) {
+                     const OptionalTensor& shared_keys, const OptionalTensor& query_start_loc) {
   check.within(query_groups, "query_groups", 1, kMaxQueryGroup);
   check.that(query_groups > 1 || !shared_keys, "shared_keys must be None without query_groups, got a tensor");
-  params.query_groups = query_groups;
+  check.that(query_groups > 1 || !query_start_loc,
+             "query_start_loc must be None without query_groups, got a tensor");
+  set_query_groups(check, params, query_groups, query_start_loc, q, "q");
   if (!shared_keys) return;
   const SharedKeysShape shape(params);
   check(*shared_keys, "shared_keys")
@@ -142,6 +144,17 @@ void add_shared_keys(const Check& check, SparseAttentionParams& params, const Te
 
 }  // namespace
 
+void set_query_groups(const Check& check, SparseAttentionParams& params, int64_t query_groups,
+                      const OptionalTensor& query_start_loc, const Tensor& like, const char* like_name) {
+  params.query_groups = query_groups;
+  if (!query_start_loc) return;
+  const Arg starts = check(*query_start_loc, "query_start_loc");
+  starts.same_device_as(like, like_name).dtype({ScalarType::Int}).shape({-1}).contiguous();
+  check.that(starts.size(0) >= 2, "query_start_loc must have at least 2 elements, got ", starts.size(0));
+  params.window.query_start_loc = data<int32_t>(*query_start_loc);
+  params.window.num_requests = starts.size(0) - 1;
+}
+
 SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS, const Outputs& outputs) {
   const KvLayoutId id = check.first_layout(layout);
   SparseAttentionParams params = check_common(check, q, id, sm_scale, attn_sink, outputs);
@@ -154,7 +167,7 @@ SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS
 
   add_extra_scope(check, params, q, extra_kv_cache, extra_indices, extra_topk_length, extra_page_size,
                   extra_layout);
-  add_shared_keys(check, params, q, query_groups, shared_keys);
+  add_shared_keys(check, params, q, query_groups, shared_keys, query_start_loc);
   return params;
 }
 

@@ -19,6 +19,9 @@ KvScope check_scope(const Check& check, const KvCacheView& cache, int64_t page_s
 // Checks everything but the scopes.
 SparseAttentionParams check_common(const Check& check, const Tensor& q, KvLayoutId id, double sm_scale,
                                    const OptionalTensor& attn_sink, const Outputs& outputs);
+// set_query_groups() checks and sets what says which queries are a group.
+void set_query_groups(const Check& check, SparseAttentionParams& params, int64_t query_groups,
+                      const OptionalTensor& query_start_loc, const Tensor& like, const char* like_name);
 SparseAttentionParams check_paged(const Check& check, MLA_PAGED_SPARSE_ARGUMENTS, const Outputs& outputs);
 // Checks a call whose first scope is a sliding window.
 SparseAttentionParams check_window(const Check& check, MLA_SPARSE_PREFILL_WINDOW_ARGUMENTS,

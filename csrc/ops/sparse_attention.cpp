@@ -98,7 +98,7 @@ void launch_sparse(const Check& check, int64_t size(const Problem&), void launch
 
 #define MLA_PAGED_SPARSE_PASS                                                                               \
   q, kv_cache, indices, layout, page_size, sm_scale, topk_length, attn_sink, extra_kv_cache, extra_indices, \
-      extra_topk_length, extra_page_size, extra_layout, scale, query_groups, shared_keys
+      extra_topk_length, extra_page_size, extra_layout, scale, query_groups, shared_keys, query_start_loc
 
 #define MLA_WINDOW_PASS                                                                                    \
   q, kv_cache, page_table, query_start_loc, seq_lens, layout, page_size, window_size, sm_scale, attn_sink, \
@@ -267,7 +267,7 @@ TwoTensors _flash_mla_decode(MLA_FLASH_MLA_DECODE_ARGUMENTS) {
   const Tensor lse = new_empty(q, {requests, queries, heads}, ScalarType::Float);
   decode(first_two_as_one(check, q, "q"), kv_cache, first_two_as_one(check, indices, "indices"), layout,
          kv_cache.size(1), sm_scale, topk_length, attn_sink, extra_kv_cache, extra, extra_topk_length,
-         extra_page_size, extra_layout, {}, query_groups, shared_keys, false,
+         extra_page_size, extra_layout, {}, query_groups, shared_keys, {}, false,
          {reinterpreted(out, {tokens, heads, kHeadDimV}, {heads * kHeadDimV, kHeadDimV, 1}),
           reinterpreted(lse, {tokens, heads}, {heads, 1}), nullptr},
          nullptr);

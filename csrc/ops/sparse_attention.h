@@ -67,7 +67,9 @@ struct SparseAttentionParams {
   const float* attn_sink;  // [num_q_heads] or null: an extra logit without a value
   float sm_scale;
   bool batch_invariant;
-  int64_t query_groups;        // consecutive queries with mostly the same keys; 1: no groups
+  // So many consecutive queries have mostly the same keys; 1: no groups. A call that is no window may have
+  // window.query_start_loc and window.num_requests alone: a group is then of one request.
+  int64_t query_groups;
   const int32_t* shared_keys;  // the groups' lists (ops/shared_keys.h); null: made here if they pay
   uint16_t* out;               // [num_tokens, num_q_heads, kHeadDimV] bf16; 0 where nothing is attended
   int64_t out_stride_token, out_stride_head;

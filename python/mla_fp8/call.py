@@ -53,6 +53,7 @@ class SparseCall(NamedTuple):
     batch_invariant: bool = False
     query_groups: int = 1  # over pages by index: so many consecutive tokens have mostly the same keys
     shared_keys: Tensor | None = None  # what plan_shared_keys made of them
+    query_start_loc: Tensor | None = None  # [num_requests + 1] int32: a group is of a request
 
     @classmethod
     def of(cls, op: str, given: Mapping[str, Any], find_layout: Callable[[Any], KVLayout]) -> "SparseCall":
@@ -73,7 +74,7 @@ class SparseCall(NamedTuple):
         return cls(
             op, given["q"], (main, *extra), given["sm_scale"], given.get("attn_sink"),
             given.get("scale"), window, given.get("batch_invariant", False), given.get("query_groups", 1),
-            given.get("shared_keys"),
+            given.get("shared_keys"), None if window else given.get("query_start_loc"),
         )  # fmt: skip
 
     @property

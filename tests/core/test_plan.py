@@ -214,6 +214,18 @@ def test_neighbours_that_share_keys(op, layout, keys, extra_keys, heads, group, 
         assert 0 < got[3] <= 256
 
 
+def test_requests_with_other_numbers_of_drafts_share_keys_while_most_have_several():
+    problem = {
+        "layout": LAYOUTS.index("dsv4"), "heads": 8, "keys": 128, "extra_keys": 512, "query_groups": 6,
+        "has_lists": True,
+    }  # fmt: skip
+    equal = core.sharing("decode", **problem, queries=768)
+    assert equal is not None and core.sharing("decode", **problem, queries=768, requests=128) == equal
+    assert core.sharing("decode", **problem, queries=688, requests=128) is not None  # one in 8 has one
+    for queries, requests in ((448, 128), (768, 700)):  # a tile has 3.5 of its 6, or fewer, in the mean
+        assert core.sharing("decode", **problem, queries=queries, requests=requests) is None
+
+
 def test_the_chunk_cache_names_what_has_tiles_of_neighbours():
     for layout, heads in product(FIRST, range(1, 129)):
         has = core.sharing(

@@ -38,9 +38,10 @@ def seen(monkeypatch):
 # vLLM, V3.2
 
 
-def step(device, requests=None, queries=DRAFTS):
-    """A decode step with drafts, whose positions overlap, as vLLM's backend gets it."""
+def step(device, requests=None, queries=DRAFTS, counts=None):
+    """A step with drafts, whose positions overlap, as vLLM's backend gets it. ``counts``: of each request."""
     requests = requests or many(device)
+    counts = torch.tensor([queries] * requests if counts is None else counts, device=device)
     rows = exact_latents(DSV32, requests * PAGES * 64, device)
     cache = DSV32.empty(requests * PAGES, 64, device)
     every = torch.arange(len(rows), device=device)
@@ -48,13 +49,17 @@ def step(device, requests=None, queries=DRAFTS):
     table = torch.randperm(requests * PAGES, device=device).int().view(requests, PAGES)
     chosen = torch.rand(requests, PAGES * 64, device=device).argsort(1)[:, : TOPK + queries]
     positions = torch.stack([chosen[:, i : i + TOPK] for i in range(queries)], 1).flatten(0, 1).int()
+    positions = positions[(torch.arange(queries, device=device) < counts[:, None]).flatten()]
     positions[torch.rand(positions.shape, device=device) < 0.1] = -1
-    request = torch.arange(requests, device=device).repeat_interleave(queries).int()
+    request = torch.arange(requests, device=device).repeat_interleave(counts).int()
     tokens = len(positions)
+    uniform = int(counts.ne(counts[0]).int().argmax()) or requests  # vLLM's decodes; the rest are prompts
+    decodes = int(counts[:uniform].sum())
     metadata = SimpleNamespace(
         req_id_per_token=request, block_table=table, block_size=64, num_actual_tokens=tokens,
-        num_decode_tokens=tokens, num_decodes=requests, decode_max_query_len=queries, max_query_len=queries,
-        fp8_extra_metadata=SimpleNamespace(num_decode_tokens=tokens),
+        num_decode_tokens=decodes, num_decodes=uniform, num_reqs=requests, max_query_len=int(counts.max()),
+        query_start_loc=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+        fp8_extra_metadata=SimpleNamespace(num_decode_tokens=decodes),
     )  # fmt: skip
     page = table[request[:, None].long(), positions.clamp_min(0).long() // 64]
     slots = (page * 64 + positions % 64).where(positions >= 0, -1)
@@ -93,25 +98,26 @@ def test_a_step_of_drafts_is_a_call_with_groups_that_makes_their_lists(method, m
         assert torch.equal(got, alone)
 
 
-def one_short(b):
-    b.metadata.num_decodes += 1
-
-
-def too_many(b):
-    b.metadata.num_decodes, b.metadata.decode_max_query_len = 1, len(b.q)
-
-
-def no_drafts(b):
-    b.metadata.num_decodes, b.metadata.decode_max_query_len = len(b.q), 1
+@pytest.mark.parametrize("counts", [[4, 4, 1, 3, 4], [1, 4, 2, 2, 4], [3, 4, 0, 0, 0]], ids=str)
+@pytest.mark.parametrize("method", ["_forward_fp8_kv_mixed_batch", "_forward_fp8_kv_separate_prefill_decode"])
+def test_requests_with_other_numbers_of_drafts_are_groups_too(method, counts, monkeypatch, seen, device):
+    """vLLM takes those behind the first ones with as many for prompts. Requests of no token pad a graph."""
+    b, impl = step(device, requests=5, counts=counts), backend(monkeypatch)(HEADS, 0.1)
+    attended(impl, b, method)
+    assert groups(seen) == [("sparse_decode", DRAFTS)]
+    assert torch.equal(seen[0][2]["query_start_loc"], b.metadata.query_start_loc)
 
 
 def with_a_prompt(b):
-    b.metadata.num_decode_tokens -= DRAFTS
-    b.metadata.num_decodes -= 1
+    b.metadata.max_query_len = drafts.MOST + 1
 
 
-@pytest.mark.parametrize("change", [one_short, too_many, no_drafts, with_a_prompt])
-def test_rows_that_are_not_as_many_drafts_of_each_request_go_alone(change, monkeypatch, seen):
+def no_drafts(b):
+    b.metadata.num_reqs, b.metadata.max_query_len = len(b.q), 1
+
+
+@pytest.mark.parametrize("change", [with_a_prompt, no_drafts])
+def test_a_step_with_a_prompt_or_without_drafts_has_no_groups(change, monkeypatch, seen):
     b, impl = step("cpu"), backend(monkeypatch)(HEADS, 0.1)
     change(b)
     attended(impl, b)
@@ -120,7 +126,7 @@ def test_rows_that_are_not_as_many_drafts_of_each_request_go_alone(change, monke
 
 def test_requests_of_few_tokens_are_read_from_the_pages(monkeypatch, seen, device):
     """vLLM takes requests behind the first one with another number of drafts for prompts, and gathers all."""
-    b, impl = step(device), backend(monkeypatch)(HEADS, 0.1)
+    b, impl = step(device), backend(monkeypatch, VLLM_NAMES[:2])(HEADS, 0.1)
     b.metadata.num_decode_tokens = b.metadata.fp8_extra_metadata.num_decode_tokens = DRAFTS
     attended(impl, b, "_forward_fp8_kv_separate_prefill_decode")
     assert groups(seen) == [("sparse_decode", 1)]
@@ -208,7 +214,8 @@ def v4_layer(model, **attributes):
 
 def v4_step(device):
     case = draft_case(DSV4, device, many(device), DRAFTS, num_q_heads=HEADS, extra_topk=60)
-    swa = SimpleNamespace(num_decodes=many(device), max_decode_query_len=DRAFTS)
+    starts = torch.arange(many(device) + 1, device=device).int() * DRAFTS
+    swa = SimpleNamespace(num_decodes=many(device), max_decode_query_len=DRAFTS, query_start_loc=starts)
     return case, swa, SimpleNamespace()
 
 
@@ -226,9 +233,11 @@ def test_v4s_layers_say_which_rows_are_drafts_of_a_request(monkeypatch, seen, de
     layer = v4_layer("DeepSeek V4", compress_ratio=4)
     case, swa, attn = v4_step(device)
     decoded(layer, case, swa, attn)
-    swa.max_decode_query_len = DRAFTS + 1  # requests of other lengths
+    swa.query_start_loc[2:-1] -= 1  # requests of other lengths
+    swa.max_decode_query_len = DRAFTS + 1
     decoded(layer, case, swa, attn)
-    assert [group for _, group in groups(seen)] == [DRAFTS, 1]
+    assert [group for _, group in groups(seen)] == [DRAFTS, DRAFTS + 1]
+    assert len(seen[1][2]["query_start_loc"]) == many(device) + 1
     assert all("shared_keys" not in options for _, _, options in seen)
 
 

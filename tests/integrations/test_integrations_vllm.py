@@ -120,7 +120,7 @@ def paged_batch(num_tokens, device, block_size=64):
     positions[0] = -1
     metadata = SimpleNamespace(
         req_id_per_token=request, block_table=table, block_size=block_size, num_actual_tokens=num_tokens,
-        num_decode_tokens=num_tokens, num_decodes=num_tokens, decode_max_query_len=1, max_query_len=1,
+        num_decode_tokens=num_tokens, num_reqs=num_tokens, max_query_len=1, query_start_loc=None,
         fp8_extra_metadata=SimpleNamespace(num_decode_tokens=num_tokens),
     )  # fmt: skip
     page = table[request[:num_tokens, None].long(), positions.clamp_min(0).long() // block_size]

@@ -55,5 +55,8 @@ def test_meta_tokens_have_as_many_lists_as_others(group, device):
     indices = torch.zeros(3, 2048, dtype=torch.int32, device=device)
     options = {"query_groups": group, "num_q_heads": 8, "layout": "dsv4", "num_slots": 10}
     for tokens in (1, 2, 3):
-        lists = mla_fp8.plan_shared_keys(indices[:tokens], **options)
-        assert mla_fp8.plan_shared_keys(indices[:tokens].to("meta"), **options).shape == lists.shape
+        for starts in (None, torch.zeros(3, dtype=torch.int32, device=device)):
+            lists = mla_fp8.plan_shared_keys(indices[:tokens], **options, query_start_loc=starts)
+            meta = [None if x is None else x.to("meta") for x in (indices[:tokens], starts)]
+            shape = mla_fp8.plan_shared_keys(meta[0], **options, query_start_loc=meta[1]).shape
+            assert shape == lists.shape

@@ -6,7 +6,7 @@ import emulation
 import pytest
 import torch
 from assertions import assert_attention, assert_same
-from draft_cases import draft_case, plan_of, refilled
+from draft_cases import draft_case, hostile_starts, plan_of, refilled, uneven
 from sparse_cases import INT_MAX, INT_MIN, all_layouts, packed_layouts
 
 import mla_fp8
@@ -48,6 +48,37 @@ def test_agrees_with_float64_over_poisoned_caches(layout, group, num_q_heads, ov
 def test_every_layout_and_a_group_that_is_short(layout, device):
     case = draft_case(layout, device, 4, 3, num_q_heads=8).tokens(slice(0, 10))
     assert_attention(case, case.decode(query_groups=3))
+
+
+COUNTS = [4, 1, 0, 6, 5, 6, 3, *[6] * 11]  # of requests: most have all, else nothing is shared
+
+
+@packed_layouts
+@pytest.mark.parametrize("overlap", [0.0, 0.9])
+@pytest.mark.parametrize("group, num_q_heads", [(6, 8), (4, 8), (6, 16), (4, 32)])
+def test_requests_with_other_numbers_of_tokens_are_groups(layout, num_q_heads, overlap, group, device):
+    """Tokens that pad a step, and those behind the first ones of a request, are in no group."""
+    counts = COUNTS * many(1, device)
+    case = draft_case(layout, device, len(counts), 6, num_q_heads=num_q_heads, extra_topk=70, overlap=overlap)
+    case, starts = uneven(case, 6, counts, padding=5)
+    options = {"query_groups": group, "query_start_loc": starts + 7}
+    got = case.decode(**options)
+    assert_attention(case, got)
+    assert_same(case.decode(**options), got)
+    assert_attention(
+        case, case.decode(**options, shared_keys=plan_of(case, group, query_start_loc=starts + 7))
+    )
+    assert_attention(case, case.prefill(**options))
+    assert_same(case.decode(**options, batch_invariant=True), case.decode(batch_invariant=True))
+
+
+@pytest.mark.op("plan_shared_keys")
+def test_hostile_starts_of_requests_change_no_result(device):
+    case = draft_case(KV_LAYOUTS["dsv4"], device, many(6, device), 4, num_q_heads=8)
+    for starts in hostile_starts(len(case.q), device):
+        options = {"query_groups": 4, "query_start_loc": starts}
+        assert_attention(case, case.decode(**options))
+        assert_attention(case, case.decode(**options, shared_keys=plan_of(case, **options)))
 
 
 @pytest.mark.parametrize("num_q_heads", [1, 5, 12, 64, 128])
@@ -161,6 +192,18 @@ def placed(options: dict, device: str) -> dict:
             {"query_groups": 4, "shared_keys": torch.zeros(1, 4).int()},
             "shared_keys must have shape [4, 504], got [1, 4]",
         ),
+        (
+            {"query_start_loc": torch.zeros(3).int()},
+            "query_start_loc must be None without query_groups, got a tensor",
+        ),
+        (
+            {"query_groups": 4, "query_start_loc": torch.zeros(1).int()},
+            "query_start_loc must have at least 2 elements, got 1",
+        ),
+        (
+            {"query_groups": 4, "query_start_loc": torch.zeros(3)},
+            "query_start_loc must have dtype torch.int32, got torch.float32",
+        ),
     ],
 )
 def test_what_is_refused(changes, message, device):
@@ -179,6 +222,7 @@ def test_what_is_refused(changes, message, device):
         ({"extra_num_slots": 5}, "extra_indices and extra_num_slots must be given together"),
         ({"num_slots": -1}, "num_slots must be at least 0, got -1"),
         ({"topk_length": torch.zeros(7).int()}, "topk_length must have shape [8], got [7]"),
+        ({"query_start_loc": torch.zeros(0).int()}, "query_start_loc must have at least 2 elements, got 0"),
         (
             {"extra_indices": torch.zeros(8, 5), "extra_num_slots": 5},
             "extra_indices must have dtype torch.int32, got torch.float32",

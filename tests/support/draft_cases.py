@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sparse_cases import Case, Scope, case_over, filled_scope
+from sparse_cases import INT_MAX, INT_MIN, Case, Scope, case_over, filled_scope
 
 import mla_fp8
 from mla_fp8 import KVLayout
@@ -64,13 +64,35 @@ def draft_case(
     )
 
 
+def uneven(case: Case, group: int, counts: list[int], padding: int = 0) -> tuple[Case, torch.Tensor]:
+    """The first counts[i] queries of each group, then `padding` of no key; where groups start."""
+    rows = [i * group + j for i, count in enumerate(counts) for j in range(count)]
+    case = case.tokens(torch.tensor(rows + [0] * padding, device=case.q.device))
+    for scope in case.scopes:
+        scope.indices[len(rows) :] = -1
+    starts = torch.tensor([0, *counts], dtype=torch.int32, device=case.q.device).cumsum(0).int()
+    return case, starts
+
+
+def hostile_starts(tokens: int, device: str) -> list[torch.Tensor]:
+    """Where no engine's requests start: anywhere, in any order, beside each other."""
+    number = tokens // 4 + 1
+    return [
+        torch.randint(INT_MIN, INT_MAX, (number,), device=device).int(),
+        torch.randint(-5, tokens + 5, (number,), device=device).int(),
+        torch.arange(number, device=device).flip(0).int(),
+        torch.tensor([3, INT_MAX], device=device).int(),
+        torch.tensor([0, tokens, 0, tokens, 2, tokens], device=device).int(),
+    ]
+
+
 def refilled(scope: Scope, indices: torch.Tensor, length: torch.Tensor | None) -> Scope:
     """The same of other indices."""
     num_pages = len(scope.rows) // scope.page_size
     return filled_scope(scope.layout, indices.device, indices, length, num_pages, scope.page_size)
 
 
-def plan_of(case: Case, group: int, **options) -> torch.Tensor:
+def plan_of(case: Case, query_groups: int, **options) -> torch.Tensor:
     """What `plan_shared_keys` makes of its indices."""
     first, *more = case.scopes
     for scope in more:
@@ -79,7 +101,7 @@ def plan_of(case: Case, group: int, **options) -> torch.Tensor:
             "extra_num_slots": len(scope.rows),
         }  # fmt: skip
     return mla_fp8.plan_shared_keys(
-        first.indices, query_groups=group, num_q_heads=case.q.shape[1], layout=case.layout,
+        first.indices, query_groups=query_groups, num_q_heads=case.q.shape[1], layout=case.layout,
         num_slots=len(first.rows), topk_length=first.length, **options,
     )  # fmt: skip
 

@@ -50,7 +50,8 @@ def prompts_of_many_heads(impl, device):
     )  # fmt: skip
     metadata = SimpleNamespace(
         req_id_per_token=request.int(), block_table=table, block_size=block, num_decode_tokens=decodes,
-        num_actual_tokens=len(tokens), num_decodes=decodes, decode_max_query_len=1, max_query_len=max(lens),
+        num_actual_tokens=len(tokens), num_decodes=decodes, num_reqs=decodes + 2,
+        max_query_len=max(lens), query_start_loc=None,
         fp8_extra_metadata=SimpleNamespace(num_decode_tokens=decodes, num_decodes=decodes, prefill=prefill),
     )  # fmt: skip
     impl.workspace_specs = ()

@@ -33,7 +33,7 @@ def over_pages(
     q, indices = aligned(q), index_rows(indices)
     batch_invariant = batch_invariant or same_bits.on()
     if group.queries > 1 and not batch_invariant and _knows_shared_keys(q):
-        options["query_groups"] = group.queries
+        options |= {"query_groups": group.queries, "query_start_loc": group.starts}
         if group.layers is not None:
             options["shared_keys"] = _shared_lists(q, kv_cache, indices, layout, group, options)
     return sparse_decode(
@@ -90,9 +90,8 @@ def _shared_lists(
     extra = options.get("extra_kv_cache")
     if extra is not None:
         given["extra_num_slots"] = len(extra) * options["extra_page_size"]
-    tensors: dict[str, Any] = {
-        name: options.get(name) for name in ("topk_length", "extra_indices", "extra_topk_length")
-    }
+    names = ("topk_length", "extra_indices", "extra_topk_length", "query_start_loc")
+    tensors: dict[str, Any] = {name: options.get(name) for name in names}
     shapes = (indices.shape, layout.name, *given.values())
     shapes += tuple(None if x is None else x.shape for x in tensors.values())
     return group.layers.lists(shapes, lambda: plan_shared_keys(indices, layout=layout, **given, **tensors))

@@ -52,10 +52,14 @@ class Layers:
 
 @dataclass(frozen=True)
 class Group:
-    """So many consecutive rows of a call are the queries of one request; 1: each goes alone."""
+    """So many consecutive rows of a call are the queries of one request; 1: each goes alone.
+
+    With ``starts`` a request has as many at most. Rows of none, which pad a graph, are behind.
+    """
 
     queries: int = 1
     layers: Layers | None = None  # that share its lists; None: the call makes them
+    starts: Tensor | None = None  # [num_requests + 1] int32, the first row of each request
 
 
 ALONE = Group()
@@ -75,6 +79,18 @@ def switched_on() -> bool:
 def queries(num_rows: int, num_requests: int, longest: int) -> int:
     """``longest``, if the rows are as many queries of each request; 1 where they go alone."""
     return longest if 2 <= longest <= MOST and num_rows == num_requests * longest else 1
+
+
+def of_requests(
+    num_rows: int, num_requests: int, longest: int, starts: Tensor, layers: Layers | None = None
+) -> Group:
+    """The first rows of a step, by where each request starts.
+
+    The host need not know how many a request has: ``longest`` bounds them, in a captured graph as well.
+    """
+    if not (2 <= longest <= MOST and num_rows > num_requests >= 1):
+        return ALONE
+    return Group(longest, layers, starts[: num_requests + 1])
 
 
 @contextmanager
@@ -97,5 +113,5 @@ def of_call(batch: int, s_q: int) -> Group:
         return ALONE
     group = _current.get()
     if s_q == 1 and group is not None:
-        return group if batch % group.queries == 0 else ALONE
+        return group if group.starts is not None or batch % group.queries == 0 else ALONE
     return Group(queries(batch * s_q, batch, s_q))

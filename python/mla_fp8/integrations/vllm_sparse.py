@@ -123,8 +123,7 @@ class RankImpl:
                 q, kv_c_and_k_pe_cache, topk_indices, attn_metadata, kernel_metadata
             )
         slots, lens = vllm_context_parallel.slots_of_rank(self, topk_indices, attn_metadata)
-        is_decode = attn_metadata.num_decode_tokens == attn_metadata.num_actual_tokens == len(q)
-        group = _group_of_step(self, len(q), attn_metadata) if is_decode else drafts.ALONE
+        group = _group_of_step(self, len(q), attn_metadata)
         return _over_pages(self, q, kv_c_and_k_pe_cache, slots, group, lens=lens)
 
     def _forward_bf16_kv(
@@ -226,7 +225,6 @@ def _choice(impl: Any) -> bool:
 
 def _attend_slots(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, metadata: Any) -> Tensor:
     """All tokens as rows of their own. vLLM leaves -1 where it is: its counts of slots are no lengths."""
-    group = drafts.ALONE
     if metadata.num_decode_tokens == metadata.num_actual_tokens == len(topk_indices):
         group_of_layers = getattr(impl, "index_group", None)
         slots = vllm_slots.of(group_of_layers, len(q), metadata.block_table, metadata.block_size)
@@ -234,7 +232,6 @@ def _attend_slots(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, 
             slots = impl._convert_logical_to_physical_topk(
                 topk_indices, metadata, block_stride_rows=None, return_valid_counts=False
             )
-        group = _group_of_step(impl, len(q), metadata)
     else:
         slots = impl.theirs.triton_convert_req_index_to_global_index(
             metadata.req_id_per_token[: len(topk_indices)],
@@ -244,7 +241,7 @@ def _attend_slots(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, 
             NUM_TOPK_TOKENS=topk_indices.shape[1],
             return_valid_counts=False,
         )
-    return _over_pages(impl, q, kv_cache, slots, group)[0]
+    return _over_pages(impl, q, kv_cache, slots, _group_of_step(impl, len(q), metadata))[0]
 
 
 def _attend_prompts(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor, metadata: Any) -> Tensor:
@@ -278,14 +275,16 @@ def _attend_prompts(impl: Any, q: Tensor, kv_cache: Tensor, topk_indices: Tensor
 
 
 def _group_of_step(impl: Any, num_rows: int, metadata: Any) -> drafts.Group:
-    """Of a step of decode alone. Layers of an index group have the same slots: vLLM converts them once."""
+    """Of a step without long prompts: vLLM takes requests with other than the first one's number of drafts
+    for prompts. Layers of an index group have the same slots: vLLM converts them once."""
     if not drafts.switched_on():
         return drafts.ALONE
-    queries = drafts.queries(num_rows, metadata.num_decodes, metadata.decode_max_query_len)
-    group = getattr(impl, "index_group", None)
-    if queries == 1 or getattr(group, "num_layers", 1) == 1:
-        return drafts.Group(queries)
-    return drafts.Group(queries, drafts.Layers(metadata, "index group", id(group), id(impl)))
+    group, layers = getattr(impl, "index_group", None), None
+    if getattr(group, "num_layers", 1) > 1:
+        layers = drafts.Layers(metadata, "index group", id(group), id(impl))
+    return drafts.of_requests(
+        num_rows, metadata.num_reqs, metadata.max_query_len, metadata.query_start_loc, layers
+    )
 
 
 def _over_pages(

@@ -139,11 +139,9 @@ def forward_decode(
     output: Tensor,
 ) -> None:
     """vLLM flattens the drafts of a request before it calls FlashMLA: says which rows they are."""
-    queries = drafts.queries(len(q), swa_metadata.num_decodes, swa_metadata.max_decode_query_len)
-    layers = None
-    if queries > 1 and not swa_only:
-        layers = _layers_with_these_slots(self, swa_metadata, attn_metadata)
-    with drafts.step(drafts.Group(queries, layers)):
+    longest, starts = swa_metadata.max_decode_query_len, swa_metadata.query_start_loc
+    layers = None if swa_only else _layers_with_these_slots(self, swa_metadata, attn_metadata)
+    with drafts.step(drafts.of_requests(len(q), swa_metadata.num_decodes, longest, starts, layers)):
         original(self, q, kv_cache, swa_metadata, attn_metadata, swa_only, output)
 
 

@@ -45,6 +45,7 @@ def plan_shared_keys(
     extra_indices: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
     extra_num_slots: int | None = None,
+    query_start_loc: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Make the lists of keys that the tokens of a group share, for all layers with these indices.
@@ -53,7 +54,7 @@ def plan_shared_keys(
 
     Args:
         indices: As in :func:`sparse_decode`.
-        query_groups: How many consecutive tokens are a group, 2 or more.
+        query_groups: As in :func:`sparse_decode`, 2 or more.
         num_q_heads: Query heads.
         layout: Of the cache.
         num_slots: Rows of the cache: its pages times their size.
@@ -61,6 +62,7 @@ def plan_shared_keys(
         extra_indices: As in :func:`sparse_decode`.
         extra_topk_length: As in :func:`sparse_decode`.
         extra_num_slots: Rows of the second cache, with ``extra_indices``.
+        query_start_loc: As in :func:`sparse_decode`.
         out: [num_tiles, words] int32, contiguous.
 
     Returns:
@@ -84,6 +86,7 @@ def plan_shared_keys(
         "extra_indices": extra_indices,
         "extra_topk_length": extra_topk_length,
         "extra_num_slots": extra_num_slots,
+        "query_start_loc": query_start_loc,
     }
     if out is None:
         return call_op("plan_shared_keys", indices, **options)  # type: ignore[no-any-return]
@@ -110,6 +113,7 @@ def sparse_decode(
     batch_invariant: bool = False,
     query_groups: int = 1,
     shared_keys: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
@@ -141,6 +145,9 @@ def sparse_decode(
             keys, which are then fetched once. It is a hint for 8, 16 or 32 heads over ``dsv4`` or
             ``dsv32`` on Hopper; elsewhere, and with ``batch_invariant``, nothing changes.
         shared_keys: Experimental. What :func:`plan_shared_keys` made of these indices.
+        query_start_loc: Experimental. [num_requests + 1] int32, the first token of each request; element 0 is
+            subtracted. Groups are then the first ``query_groups`` tokens of each request, however many it
+            has. Tokens of no group go alone.
         out: [num_tokens, num_q_heads, 512] bfloat16, any strides of tokens and heads.
         lse: [num_tokens, num_q_heads] float32, contiguous.
         workspace: float32, of :func:`sparse_attention_workspace` elements.
@@ -165,6 +172,7 @@ def sparse_decode(
         "extra_topk_length": extra_topk_length, "extra_page_size": extra_page_size,
         "extra_layout": extra_layout, "scale": scale, "batch_invariant": batch_invariant or None,
         "query_groups": None if query_groups == 1 else query_groups, "shared_keys": shared_keys,
+        "query_start_loc": query_start_loc,
     }  # fmt: skip
     return attend(name, given, backend, out=out, lse=lse, workspace=workspace)  # type: ignore[no-any-return]
 
@@ -186,7 +194,11 @@ _FEW_TILES = 48  # csrc/ops/shared_keys.h
 
 
 def shared_keys_shape(
-    indices: torch.Tensor, query_groups: int, num_q_heads: int, extra_indices: torch.Tensor | None = None
+    indices: torch.Tensor,
+    query_groups: int,
+    num_q_heads: int,
+    extra_indices: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
 ) -> tuple[int, int]:
     """(tiles, words of each) of the lists that :func:`plan_shared_keys` makes, or an op in its workspace."""
     num_tokens, keys = indices.shape
@@ -194,7 +206,7 @@ def shared_keys_shape(
         keys += extra_indices.shape[1]
     query_groups, num_q_heads = max(1, query_groups), max(1, num_q_heads)  # tracing refuses no numbers
     query_groups = torch.sym_min(query_groups, torch.sym_max(num_tokens, 1))
-    groups = -(-num_tokens // query_groups)
+    groups = -(-num_tokens // query_groups) if query_start_loc is None else query_start_loc.shape[0] - 1
     tiles = -(-query_groups // max(1, min(8, 64 // num_q_heads)))  # of a group
     if groups * tiles <= _FEW_TILES and query_groups >= 4 * tiles:
         tiles *= 2
@@ -209,9 +221,11 @@ def _(
     query_groups: int,
     num_q_heads: int,
     extra_indices: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
     **options: object,
 ) -> torch.Tensor:
-    return indices.new_empty(shared_keys_shape(indices, query_groups, num_q_heads, extra_indices))
+    shape = shared_keys_shape(indices, query_groups, num_q_heads, extra_indices, query_start_loc)
+    return indices.new_empty(shape)
 
 
 fake_returns_nothing("plan_shared_keys_out")

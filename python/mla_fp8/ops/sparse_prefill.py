@@ -82,6 +82,7 @@ def sparse_prefill_paged(
     batch_invariant: bool = False,
     query_groups: int = 1,
     shared_keys: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
@@ -113,6 +114,7 @@ def sparse_prefill_paged(
         "extra_topk_length": extra_topk_length, "extra_page_size": extra_page_size,
         "extra_layout": extra_layout, "scale": scale,
         "query_groups": None if query_groups == 1 else query_groups, "shared_keys": shared_keys,
+        "query_start_loc": query_start_loc,
         "batch_invariant": _asked(name, return_max_logits) if batch_invariant else None,
     }  # fmt: skip
     return attend(name, given, backend, out=out, lse=lse, workspace=workspace, max_logits=return_max_logits)  # type: ignore[no-any-return]

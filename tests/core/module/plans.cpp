@@ -2,7 +2,8 @@
 #include <optional>
 #include <vector>
 
-#include "cuda/sparse_attention/plan_sm90.h"
+#include "cuda/sparse_attention/plan_memo.h"
+#include "cuda/sparse_attention/plan_model.h"
 
 #include "core/module/core.h"
 
@@ -49,7 +50,7 @@ void bind_plans(py::module_& m) {
                          has_entry_pages);
         p.window.num_requests = requests;
         p.workspace_floats = workspace.value_or(INT64_MAX);
-        const auto plan = gpu::plan(op_of(op), p, {compute_major, num_sms});
+        const auto plan = gpu::planned<gpu::plan>(op_of(op), p, {compute_major, num_sms});
         if (!workspace) return gpu::to_string(plan);
         return gpu::to_string(gpu::within_workspace(plan, p));
       },
@@ -60,23 +61,24 @@ void bind_plans(py::module_& m) {
   m.def(
       "sharing",
       [](const std::string& op, int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys,
-         int64_t query_groups, bool has_lists, int extra_layout) -> py::object {
+         int64_t query_groups, bool has_lists, int extra_layout, int64_t requests) -> py::object {
         auto p = problem(layout, extra_layout, queries, heads, keys, extra_keys, false, false);
         const int32_t lists = 0;
         p.query_groups = query_groups, p.shared_keys = has_lists ? &lists : nullptr;
-        const auto sharing = gpu::plan_sharing(op_of(op), p, {9, 132});
+        p.window.num_requests = requests, p.window.query_start_loc = requests > 0 ? &lists : nullptr;
+        const auto sharing = gpu::planned<gpu::plan_sharing>(op_of(op), p, {9, 132});
         if (!sharing) return py::none();
-        return py::make_tuple(QueryTiles(queries, query_groups, heads).tile, gpu::to_string(sharing->tiles),
+        return py::make_tuple(SharedKeysShape(p).queries.tile, gpu::to_string(sharing->tiles),
                               gpu::to_string(sharing->alone), sharing->most_shared);
       },
       "op"_a, py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,
-      "query_groups"_a, "has_lists"_a = false, "extra_layout"_a = -1);
+      "query_groups"_a, "has_lists"_a = false, "extra_layout"_a = -1, "requests"_a = 0);
   m.def(  // floats that a decode asks for, and the most that any does
       "workspace",
       [](int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys, bool batch_invariant,
          int compute_major, int num_sms) {
         const auto p = problem(layout, -1, queries, heads, keys, extra_keys, false, batch_invariant);
-        return std::pair(gpu::workspace_of_call(gpu::Op::kDecode, p, {compute_major, num_sms}),
+        return std::pair(gpu::planned<gpu::workspace_of_call>(gpu::Op::kDecode, p, {compute_major, num_sms}),
                          sparse_attention_floats(queries, heads, num_sms, batch_invariant));
       },
       py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,

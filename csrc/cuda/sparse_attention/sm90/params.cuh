@@ -25,7 +25,27 @@ struct SharedKeys {
   __device__ const int32_t* list(unsigned tile) const { return lists + tile * words; }
   __device__ int length(unsigned tile) const { return min(__ldg(list(tile)), capacity); }
   __device__ __forceinline__ bool has(int64_t query) const {
-    return lists && length(queries.of(static_cast<unsigned>(query))) >= 0;
+    if (!lists) return false;
+    const int tile = tile_of(static_cast<unsigned>(query));
+    return tile >= 0 && length(tile) >= 0;
+  }
+
+ private:
+  // tile_of() returns the tile that has a query, or -1. Its code is short: walks have it in many places.
+  __device__ __forceinline__ int tile_of(unsigned query) const {
+    unsigned group = query / queries.group, in_group = query % queries.group;
+    if (queries.query_start_loc) {
+      group = 0;
+#pragma unroll 1
+      for (unsigned end = queries.num_groups; end - group > 1;) {
+        const unsigned middle = (group + end) / 2;
+        (queries.start_of(middle) <= static_cast<int>(query) ? group : end) = middle;
+      }
+      const QueryTiles::Queries all = queries.group_at(group);
+      in_group = query - all.first;
+      if (in_group >= all.count) return -1;
+    }
+    return group * queries.of_group + in_group / queries.tile;
   }
 };
 
