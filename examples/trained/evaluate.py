@@ -18,15 +18,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SPACING = 64  # tokens of text for each needle
 ASKED, VALUES = 16, 4  # questions of a text, at most; tokens of an answer
 QUESTIONS = {2048: 2000, 4096: 2000, 16384: 304}
 FEW = 320  # questions of a length, where answers are slow
-BATCH, PROMPT, NEW, REPEATS = 32, 4096, 128, 3  # what is timed
-SPEEDS = ("first_token_ms", "between_ms", "tokens_per_s", "prompt_tokens_per_s", "cache_tokens", "other_mb")
+BATCH, PROMPT, NEW, REPEATS, ROUNDS = 32, 4096, 128, 3, 3  # what is timed
+SPEEDS = (
+    "first_token_ms", "between_ms", "tokens_per_s", "prompt_tokens_per_s", "gpu_ms", "gpu_launches",
+    "cache_tokens", "other_mb",
+)  # fmt: skip
 PAIRS = ("stock", "exact")
 HOT_GPU_BYTES, HOST_GIB = 1 << 30, 4  # with rows in host memory
 
@@ -121,26 +124,40 @@ def agreement(llm, options: argparse.Namespace, vocabulary: int) -> dict[str, li
 
 
 @contextlib.contextmanager
-def turn(folder: Path | None, name: str, of: int) -> Iterator[None]:
-    """Until as many engines on this GPU have answered or ended, then one at a time."""
+def turn(folder: Path | None, name: str, of: int, round_: int) -> Iterator[None]:
+    """Until as many engines on this GPU wait for this round or have ended, then one at a time.
+
+    Rounds are as many times of the day for each engine: what changes meanwhile changes for all.
+    """
     if folder is None:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"ready.{name}").touch()
+    (folder / f"round{round_}.{name}").touch()
     deadline = time.time() + 240
-    while len(list(folder.glob("ready.*"))) < of and time.time() < deadline:
+    while len(here(folder, round_)) < of and time.time() < deadline:
         time.sleep(0.2)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def timed(llm, vocabulary: int) -> dict[str, float]:
+def here(folder: Path, round_: int) -> set[str]:
+    """Engines that are not waited for in this round. Whoever starts one may say that it has ended, too."""
+    files = [*folder.glob(f"round{round_}.*"), *folder.glob("ready.*")]
+    return {path.name.partition(".")[2] for path in files}
+
+
+def median(values: Iterable[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
+
+
+def timed(llm, vocabulary: int, round_: int) -> dict[str, float]:
     """Prompts that are not cached; the first call of each kind warms up; medians."""
     import torch
 
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(7 + round_)
 
     def random(number: int) -> list[list[int]]:
         return torch.randint(512, vocabulary, (number, PROMPT), generator=generator).tolist()
@@ -150,10 +167,6 @@ def timed(llm, vocabulary: int) -> dict[str, float]:
         begin = time.perf_counter()
         generate(llm, tokens, new)
         return time.perf_counter() - begin
-
-    def median(times: Iterator[float]) -> float:
-        ordered = sorted(times)
-        return ordered[len(ordered) // 2]
 
     seconds(random(2), 8)
     one = median(seconds(random(1), 1) for _ in range(5))
@@ -165,6 +178,28 @@ def timed(llm, vocabulary: int) -> dict[str, float]:
         "first_token_ms": 1e3 * one, "prompt_tokens_per_s": BATCH * PROMPT / first,
         "between_ms": 1e3 * between, "tokens_per_s": BATCH / between,
     }  # fmt: skip
+
+
+def on_gpu(llm, vocabulary: int) -> dict[str, float]:
+    """Of a decode step: what its kernels take, one after another, and how many launches they are. A graph is
+    one launch. The rest of a step's time is the host's.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    generator = torch.Generator().manual_seed(6)
+    batch = torch.randint(512, vocabulary, (BATCH, PROMPT), generator=generator).tolist()
+
+    def count(new: int) -> tuple[float, int]:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            generate(llm, batch, new)
+            torch.cuda.synchronize()
+        found = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        return sum(e.time_range.elapsed_us() for e in found), len({e.id for e in found})
+
+    generate(llm, batch, 1)  # from here on the prompts are cached
+    (us, launches), (first_us, first_launches) = count(33), count(1)
+    return {"gpu_ms": (us - first_us) / 32e3, "gpu_launches": (launches - first_launches) / 32}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -190,9 +225,17 @@ def run(options: argparse.Namespace) -> None:
         share = sum(right) / len(right)
         print(f"{name}: {length}: {share:.4f} of {len(right)}, {time.time() - begin:.0f} s", flush=True)
         options.out.write_text(json.dumps(result))
-    with turn(options.turns, name, options.of):
-        if not few:
-            result |= timed(llm, vocabulary)
+    result["rounds"] = []
+    for round_ in range(0 if few else ROUNDS):
+        with turn(options.turns, name, options.of, round_):
+            result["rounds"].append(timed(llm, vocabulary, round_))
+            if round_ == ROUNDS - 1:
+                result |= on_gpu(llm, vocabulary)
+    for key in result["rounds"][0] if result["rounds"] else ():
+        result[key] = median(one[key] for one in result["rounds"])
+    if options.turns:
+        options.turns.mkdir(parents=True, exist_ok=True)
+        (options.turns / f"ready.{name}").touch()
     config = llm.llm_engine.vllm_config.cache_config
     result["cache_tokens"] = config.num_gpu_blocks * config.block_size
     result["other_mb"] = (torch.cuda.max_memory_reserved() - config.kv_cache_memory_bytes) >> 20

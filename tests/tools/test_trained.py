@@ -4,9 +4,11 @@ import argparse
 import csv
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +80,52 @@ def test_scores_are_paired_with_stock_and_exact() -> None:
     }  # fmt: skip
     assert speed == {"engine": "ours_fp8_drafts", "between_ms": "1.25"}
     assert again == {"engine": "ours_fp8_drafts", "between_ms": "1.5"}  # a repeated run
+
+
+def test_engines_take_turns_in_rounds_and_nobody_waits_for_who_ended(tmp_path: Path) -> None:
+    order: list[tuple[int, str]] = []
+    (tmp_path / "ready.exact_bf16").touch()
+
+    def engine(name: str) -> None:
+        for round_ in range(3):
+            with evaluate.turn(tmp_path, name, 3, round_):
+                order.append((round_, name))
+
+    engines = [threading.Thread(target=engine, args=(name,)) for name in ("stock_fp8", "ours_fp8")]
+    for thread in engines:
+        thread.start()
+    for thread in engines:
+        thread.join(60)
+    assert [round_ for round_, _ in order] == [0, 0, 1, 1, 2, 2]
+    assert len(set(order)) == 6
+
+
+def test_a_step_on_the_gpu_is_the_difference_of_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Profiler:
+        """A run of `new` tokens: a prompt of 5 kernels, then steps of a graph of 3 and a copy; 10 us each."""
+
+        def __init__(self, activities: list) -> None:
+            pass
+
+        def __enter__(self) -> "Profiler":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def events(self) -> list[SimpleNamespace]:
+            ids = [-1 - i for i in range(5)] + [
+                2 * i + (k == 3) for i in range(ran[-1] - 1) for k in range(4)
+            ]
+            time_range = SimpleNamespace(elapsed_us=lambda: 10.0)
+            gpu = torch.autograd.DeviceType.CUDA
+            return [SimpleNamespace(id=i, time_range=time_range, device_type=gpu) for i in ids]
+
+    ran: list[int] = []
+    monkeypatch.setattr("torch.profiler.profile", Profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(evaluate, "generate", lambda llm, batch, new: ran.append(new))
+    assert evaluate.on_gpu(None, 4096) == {"gpu_ms": 0.04, "gpu_launches": 2.0}
 
 
 def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
