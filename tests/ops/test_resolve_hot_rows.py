@@ -75,12 +75,14 @@ def test_rows_behind_the_valid_ones_are_padding(valid, device):
     check(case, device)
 
 
-def test_resident_pages_are_taken_as_they_are(device):
-    case = Case(torch.empty(0), *new_state(3, 40), tables_of(3, 40, 60, first_page=1), int64=True)
+@pytest.mark.parametrize("k, num_hot", [(20, 40), (90, 200)])
+def test_resident_pages_are_taken_as_they_are(k, num_hot, device):
+    tables = tables_of(3, num_hot, 3 * k, first_page=1)
+    case = Case(torch.empty(0), *new_state(3, num_hot), tables, int64=True)
     case.tables.resident = [[0, 7, -1, 9], [], [INT_MIN] * 4]
     case.tables.resident[1] = [0, 0, INT_MAX, 3]
     for _ in range(3):
-        case.entries = chosen(3, 20, 60)
+        case.entries = chosen(3, k, 3 * k)
         case.entries[:, :3] = torch.tensor([2, 3, 4])
         check(case, device)
 
