@@ -84,13 +84,14 @@ ifndef WHOLE  # what takes minutes: an H200 runs it, or another test of the same
   NOT_EMULATED += or (keys_of_long_rows and not lens4)
   NOT_EMULATED += or (keys_have_no_room and 64 and not lens0)
   NOT_EMULATED += or (rows_of_short_contexts and 16-many)
+  NOT_EMULATED += or (shared_keys.py and test_lists and not dsv4)  # one kernel makes the lists of all layouts
   NOT_EMULATED += or (attention_cuda.py and not (every_variant and 9 and two and not 16s))
   NVIDIA_OPS = nope_envelope pool_index_k prepare_keys prepare_queries query_groups sparse_decode sparse_prefill.py sparse_prefill_entries index_logits index_topk quantize_index_k paged_attention_ragged_latent \
     resolve_hot_rows copy_host_rows forget_rows merge_topk merge_partial topk_to_slots
 endif
 NVIDIA_OPS ?= $(HIP_OPS) index_logits index_topk merge_topk pool_index_k prepare_keys prepare_queries quantize_index_k topk_to_slots \
   real_rows query_groups nope_envelope resolve_hot_rows copy_host_rows forget_rows
-EMULATED = $(KEEP_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(SHARD),--shard $(SHARD)) -k "not ($(NOT_EMULATED))"
+EMULATED = $(KEEP_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:logging $(if $(SHARD),--shard $(SHARD)) -k "not ($(NOT_EMULATED))"
 tests_of = $(foreach op,$(1),$(wildcard tests/ops/test_$(op)*))
 
 machine: build $(addprefix machine-,$(MACHINES))  ## 10 min   GPU libraries' code, executed on the CPU: four lists of tests

@@ -23,6 +23,15 @@ LAYOUT_HOMES = (
     "ci/check_tree.py",
 )
 # Attention kernels include what is beside or above them: no kernel knows another, nothing general one GPU.
+# Whoever reads sparse_decode with 128 heads, from the op's checks to the last instruction, opens the last of
+# these files, and what the others include. Extensions of the kernel are not among it.
+PATH = (
+    "ops/sparse_attention.cpp", "ops/sparse_arguments.cpp", "cuda/sparse_attention.cu",
+    "cuda/sparse_attention/plan.cpp", "cuda/sparse_attention/launch.cpp",
+    "cuda/sparse_attention/sm90/many_heads/split.cuh", "cuda/sparse_attention/sm90/many_heads/many_heads.cu",
+)  # fmt: skip
+KNOWN = re.compile(r"common/|cuda/device/|hip/|registration\.h")  # what every op stands on
+MAX_PATH_FILES, MAX_PATH_LINES = 25, 4650
 ATTENTION, DEVICE = "csrc/cuda/sparse_attention/", "csrc/cuda/device/"
 INCLUDE = re.compile(r'#include "(cuda/[\w/]+/)[\w.]+"')
 # A function of a kernel takes a struct rather than more parameters than these.
@@ -64,6 +73,19 @@ def check_includes(name: str, lines: list[str]) -> Iterator[str]:
         folder = f"csrc/{found[1]}" if found else DEVICE
         if folder != DEVICE and not name.startswith(folder):
             yield f"{name}:{number}: includes {folder}, which is neither beside it nor above it"
+
+
+def check_path() -> Iterator[str]:
+    source, lines, left = ROOT / "csrc", {PATH[-1]: 0}, list(PATH[:-1])
+    while left:
+        name = left.pop()
+        if name not in lines and not KNOWN.match(name) and (source / name).exists():
+            lines[name] = 0
+            left += re.findall(r'^#include "(.+)"', (source / name).read_text(), re.MULTILINE)
+    total = sum(len((source / name).read_text().splitlines()) for name in lines)
+    if len(lines) > MAX_PATH_FILES or total > MAX_PATH_LINES:
+        yield f"csrc: the path of sparse_decode has {len(lines)} files and {total} lines, at most "
+        yield f"{MAX_PATH_FILES} and {MAX_PATH_LINES}: {' '.join(sorted(lines))}"
 
 
 def check_parameters(name: str, lines: list[str]) -> Iterator[str]:
@@ -144,6 +166,7 @@ def main() -> int:
             wrong += check_keywords(name, lines)
         if name.startswith("python/"):
             wrong += check_functions(name, lines)
+    wrong += check_path()
     print("\n".join(wrong) or "tree: ok")
     return bool(wrong)
 

@@ -13,9 +13,8 @@ import os
 import re
 import shlex
 import sys
+from importlib import import_module
 from importlib.metadata import entry_points
-
-from mla_fp8.integrations import sglang, vllm
 
 GROUPS = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
 
@@ -45,9 +44,8 @@ def why_not(engine: str, model: str) -> str | None:
         return f"{engine} is not installed here"
     if "mla_fp8" not in {point.name for point in entry_points(group=GROUPS[engine])}:
         return "mla_fp8 is on the path, but not installed: pip install --no-build-isolation ."
-    if engine == "sglang":
-        return sglang.why_not()
-    return vllm.why_not_calls() if is_v4(model) else vllm.why_not()
+    plugin = import_module(f"mla_fp8.integrations.{engine}")  # and with it torch
+    return plugin.why_not_calls() if engine == "vllm" and is_v4(model) else plugin.why_not()
 
 
 def main() -> int:

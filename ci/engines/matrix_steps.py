@@ -109,10 +109,12 @@ STEPS = {
     "glm53": Step(
         "GLM-5.3-Flash's layers of MLA, pools of keys, 16 heads: logprobs beside exact attention, eager",
         sides(16, kv="glm53", who=("stock", "ours", "index", "exact"), more=("--eager",)),
+        280,
     ),
     "glm53_speed": Step(
         "GLM-5.3-Flash's layers of MLA, 16 heads: where a step's time goes",
         sides(16, kv="glm53", who=("stock", "ours", "index"), more=PARTS, label="speed"),
+        280,
     ),
     "first_token": Step(
         "milliseconds to the first token of 64, eager, 16 heads",

@@ -1,7 +1,6 @@
 // The entry points of sparse attention on a GPU: a plan, and the kernel that it names.
 #include "cuda/device/launch.cuh"
 #include "cuda/sparse_attention/launch.h"
-#include "cuda/sparse_attention/plan_memo.h"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -30,8 +29,8 @@ bool has_room(const SparseAttentionParams& p) {  // for lists
 void run_plans(Op op, const SparseAttentionParams& p, gpuStream_t stream) {
   const Gpu gpu = this_gpu();
   if (p.query_groups > 1 && has_room(p))
-    if (const auto sharing = planned<plan_sharing>(op, p, gpu)) return run_sharing(p, *sharing, stream);
-  Plan first = planned<plan>(op, p, gpu);  // each query alone
+    if (const auto sharing = plan_sharing(op, p, gpu)) return run_sharing(p, *sharing, stream);
+  Plan first = plan(op, p, gpu);  // each query alone
   if (first.queries > 0) {
     run_plans(op, p.of_tokens(first.queries, p.num_tokens - first.queries), stream);
     first.follows = true;
@@ -42,10 +41,10 @@ void run_plans(Op op, const SparseAttentionParams& p, gpuStream_t stream) {
 }  // namespace
 
 int64_t sparse_decode_workspace(const SparseAttentionParams& p) {
-  return planned<workspace_of_call>(Op::kDecode, p, this_gpu());
+  return workspace_of_call(Op::kDecode, p, this_gpu());
 }
 int64_t sparse_prefill_workspace(const SparseAttentionParams& p) {
-  return planned<workspace_of_call>(Op::kPrefill, p, this_gpu());
+  return workspace_of_call(Op::kPrefill, p, this_gpu());
 }
 int64_t sparse_attention_by_workspace(const WantedSparseAttention& x) {
   if (forced_sharing(x.wanted, x.params, this_gpu())) return lists_size(x.params);

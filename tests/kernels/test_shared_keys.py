@@ -59,7 +59,8 @@ def test_lists(layout, group, heads, topk, extra_topk):
     indices = case.scopes[0].indices
     indices[0, :9] = indices[0, 0].clamp_min(0)
     lists = plan_of(case, group).cpu()
-    assert torch.equal(plan_of(case, group).cpu()[:, 0], lists[:, 0])
+    for _ in emulation.runs(2)[1:]:
+        assert torch.equal(plan_of(case, group).cpu()[:, 0], lists[:, 0])
     tiles = -(-group // (64 // heads))
     if groups * tiles <= 48 and group >= 4 * tiles:
         tiles *= 2

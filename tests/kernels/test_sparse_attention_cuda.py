@@ -61,10 +61,11 @@ class Variant:
 
     @property
     def some_heads(self) -> tuple[int, ...]:
-        """Less than a CTA takes, and more."""
+        """Less than a CTA takes, and more: the last CTA then has 9. For an emulated GPU that is enough."""
         if self.pairs:
             return 65, 128
-        return self.heads - 3, min(self.heads + 9, 128)
+        more = min(self.heads + 9, 128)
+        return (more,) if emulation.executes() and more > self.heads else (self.heads - 3, more)
 
     def options(self) -> dict:
         names = ("kernel", "schedule", "heads", "splits", "producers")
@@ -108,11 +109,6 @@ every_variant = pytest.mark.parametrize("variant", variants(), ids=str)
 UNSPLIT = [v for v in variants() if v.splits == 1]
 SEGMENTS = [v for v in UNSPLIT if v.schedule == "segments"]
 unsplit_variants = pytest.mark.parametrize("variant", UNSPLIT, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
 
 
 def some_tokens(case: Case) -> torch.Tensor:

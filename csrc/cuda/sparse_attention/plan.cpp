@@ -1,8 +1,12 @@
 #include "cuda/sparse_attention/plan.h"
 
 #include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
+#include <type_traits>
 
 #include "cuda/sparse_attention/plan_sm90.h"
 
@@ -14,43 +18,8 @@ using namespace model;
 constexpr const char* kKernelNames[] = {"portable", "few_heads", "many_heads", "bf16_tiles"};
 constexpr const char* kScheduleNames[] = {"split", "walk", "segments", "parts", "runs"};
 
-// ---- every GPU ------------------------------------------------------------------------------------------
-
-// A CTA of a query has at least two blocks of keys; with fewer the merge costs more than it saves. CTAs of 64
-// heads are alone on an SM, and need enough queries to fill the SMs. With batch_invariant all have 32 heads.
-constexpr int64_t kMinKeysOfSplit = 64, kKeysOfInvariantSplit = 512;
-
-const Variant& portable_variant(int heads, KvPair layouts) {
-  if (heads > 32)
-    if (const Variant* const v = find_variant(Kernel::kPortable, Schedule::kSplit, 64, layouts)) return *v;
-  return variant(Kernel::kPortable, Schedule::kSplit, heads > 16 ? 32 : 16, layouts);
-}
-// Returns how many CTAs the splits of `ctas` CTAs should make. Two CTAs of up to 32 heads fit on an SM of 228
-// KB of shared memory (sm_90 to sm_110). Other NVIDIA GPUs get a second wave if the first would be less than
-// three quarters full.
-int64_t ctas_that_fill(const Variant& v, int64_t ctas, const Gpu& gpu) {
-  const bool two_fit = v.heads < 64 && gpu.major >= 9 && gpu.major < 12;
-  const int64_t wave = int64_t{gpu.num_sms} * (two_fit ? 2 : 1), in_first = wave / ctas * ctas;
-  const bool has_second = !two_fit && v.heads < 64 && gpu.major > 0 && 4 * in_first < 3 * wave;
-  return has_second ? 2 * wave : wave;
-}
 int64_t floats_of_split(const SparseAttentionParams& p) {
   return p.num_tokens * p.num_q_heads * kFloatsOfPart;
-}
-
-Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu) {
-  const int64_t keys = std::max<int64_t>(num_keys(p), 1), most_splits = ceil_div(keys, kMinKeysOfSplit);
-  const bool few = p.num_tokens * ceil_div(p.num_q_heads, 64) * most_splits < gpu.num_sms;
-  const int heads = p.batch_invariant ? 32 : few ? std::min(p.num_q_heads, 32) : p.num_q_heads;
-  const Variant& v = portable_variant(heads, p.layouts());
-  int64_t splits;
-  if (p.batch_invariant) {
-    splits = std::min(ceil_div(keys, kKeysOfInvariantSplit), kMaxInvariantSplits);
-  } else {
-    const int64_t ctas = p.num_tokens * ceil_div(p.num_q_heads, v.heads);
-    splits = std::min({ctas_that_fill(v, ctas, gpu) / ctas, most_splits, kMaxPortableSplits});
-  }
-  return {v, static_cast<int>(std::max<int64_t>(splits, 1))};
 }
 
 // ---- sm_90 ----------------------------------------------------------------------------------------------
@@ -178,9 +147,7 @@ Plan plan_alone(const Plan& plan, const SparseAttentionParams& p, const Gpu& gpu
   return plan.queries > 0 ? cheapest_split(p, gpu.num_sms).plan : plan;
 }
 
-}  // namespace
-
-std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
+std::optional<Sharing> make_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
   const Variant* const v = variant_of_lists(p, gpu);
   if (!v) return {};
   // Tiles of requests may be short: the host knows the mean of their queries, at most.
@@ -213,6 +180,50 @@ std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const
   return best;
 }
 
+Plan make_plan(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
+  return has_own_kernels(p, gpu) ? plan_sm90(op, p, gpu.num_sms).plan : plan_portable(p, gpu);
+}
+
+int64_t find_workspace(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
+  if (make_sharing(op, p, gpu)) return p.shared_keys ? 0 : lists_size(p);
+  SparseAttentionParams with_room = p;
+  if (!p.workspace) with_room.workspace_floats = INT64_MAX;
+  const Plan first = make_plan(op, with_room, gpu);
+  if (first.variant.kernel == Kernel::kPortable && has_own_kernels(p, gpu)) return 0;  // too many queries
+  const int64_t size = workspace_size(first, p);
+  if (first.queries == 0) return size;
+  with_room.num_tokens -= first.queries;
+  with_room.workspace = p.workspace;
+  return std::max(size, find_workspace(op, with_room, gpu));
+}
+
+// ---- what the caller asks for again ---------------------------------------------------------------------
+
+// Returns kMake(op, p, gpu), or its earlier result for the same shape if this thread still keeps it. Making a
+// plan takes tens of microseconds, more than the rest of a call on the host. The shape is all that plans see.
+template <auto kMake>
+auto remembered(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
+  const auto numbers = [](auto... x) { return std::array{static_cast<int64_t>(x)...}; };
+  const auto shape =
+      numbers(op, gpu.major, gpu.num_sms, p.layout, p.extra_layout, p.num_tokens, p.num_q_heads, p.num_scopes,
+              p.scopes[0].topk, p.num_scopes > 1 ? p.scopes[1].topk : 0, p.window.num_requests,
+              p.query_groups, p.workspace_floats, p.is_window, p.has_entry_pages, p.batch_invariant,
+              p.workspace != nullptr, p.shared_keys != nullptr);
+  struct Kept {
+    std::remove_const_t<decltype(shape)> of;
+    decltype(kMake(op, p, gpu)) value;
+  };
+  constexpr size_t kPlaces = 31;
+  thread_local std::array<std::optional<Kept>, kPlaces> kept;
+  // The place follows from what differs between a model's calls.
+  const int64_t mixed = p.num_tokens * 31 + num_keys(p) * 7 + p.num_q_heads * 3 + static_cast<int>(p.layout);
+  std::optional<Kept>& place = kept[static_cast<size_t>(mixed) % kPlaces];
+  if (!place || place->of != shape) place.emplace(Kept{shape, kMake(op, p, gpu)});
+  return place->value;
+}
+
+}  // namespace
+
 const char* name(Kernel kernel) { return kKernelNames[static_cast<int>(kernel)]; }
 const char* name(Schedule schedule) { return kScheduleNames[static_cast<int>(schedule)]; }
 
@@ -243,18 +254,6 @@ int64_t workspace_size(const Plan& plan, const SparseAttentionParams& p) {
   if (leaves_parts(plan.variant.schedule)) return floats_of_parts(p, plan);
   return plan.variant.kernel == Kernel::kPortable && plan.splits > 1 ? plan.splits * floats_of_split(p) : 0;
 }
-int64_t workspace_of_call(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  if (plan_sharing(op, p, gpu)) return p.shared_keys ? 0 : lists_size(p);
-  SparseAttentionParams with_room = p;
-  if (!p.workspace) with_room.workspace_floats = INT64_MAX;
-  const Plan first = plan(op, with_room, gpu);
-  if (first.variant.kernel == Kernel::kPortable && has_own_kernels(p, gpu)) return 0;  // too many queries
-  const int64_t size = workspace_size(first, p);
-  if (first.queries == 0) return size;
-  with_room.num_tokens -= first.queries;
-  with_room.workspace = p.workspace;
-  return std::max(size, workspace_of_call(op, with_room, gpu));
-}
 int64_t lists_size(const SparseAttentionParams& p) {
   const SharedKeysShape shape(p);
   return shape.num_tiles * shape.words;
@@ -263,14 +262,6 @@ Plan within_workspace(Plan plan, const SparseAttentionParams& p) {
   if (workspace_size(plan, p) > p.workspace_floats)
     plan.splits = static_cast<int>(std::max<int64_t>(p.workspace_floats / floats_of_split(p), 1));
   return plan;
-}
-
-Plan plan_ragged(const SparseAttentionParams& p, int q_len, int64_t keys, const Gpu& gpu) {
-  const int rows = q_len * p.num_q_heads;
-  const Variant& v = portable_variant(rows, p.layouts());
-  const int64_t ctas = std::max<int64_t>(p.num_tokens / q_len * ceil_div(rows, v.heads), 1);
-  const int64_t splits = std::min(ctas_that_fill(v, ctas, gpu) / ctas, ceil_div(keys, kMinKeysOfSplit));
-  return {v, static_cast<int>(std::clamp<int64_t>(splits, 1, kMaxRaggedSplits))};
 }
 
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu) {
@@ -312,8 +303,12 @@ std::optional<Sharing> forced_sharing(const WantedKernel& wanted, const SparseAt
                  .alone = plan_alone(plan_sm90(Op::kPrefill, p, gpu.num_sms).plan, p, gpu)};
 }
 
-Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  return has_own_kernels(p, gpu) ? plan_sm90(op, p, gpu.num_sms).plan : plan_portable(p, gpu);
+Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu) { return remembered<make_plan>(op, p, gpu); }
+std::optional<Sharing> plan_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
+  return remembered<make_sharing>(op, p, gpu);
+}
+int64_t workspace_of_call(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
+  return remembered<find_workspace>(op, p, gpu);
 }
 
 }  // namespace mla_fp8::gpu

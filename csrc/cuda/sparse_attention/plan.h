@@ -10,7 +10,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "ops/paged_attention_ragged.h"
 #include "ops/shared_keys.h"
 #include "ops/sparse_attention.h"
 
@@ -124,6 +123,20 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, kFp8Pairs},
 };
 
+// Returns the variant with these traits that reads the layouts, or null.
+inline const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, KvPair layouts) {
+  const auto is_it = [&](const Variant& v) {
+    return v.kernel == kernel && v.schedule == schedule && v.heads == heads && v.reads(layouts);
+  };
+  const auto found = std::find_if(std::begin(kVariants), std::end(kVariants), is_it);
+  return found == std::end(kVariants) ? nullptr : found;
+}
+inline const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPair layouts) {
+  const Variant* const found = find_variant(kernel, schedule, heads, layouts);
+  if (!found) throw std::logic_error("mla_fp8: a plan names a variant that is not in kVariants");
+  return *found;
+}
+
 struct Plan {
   Variant variant;
   int splits = 1;  // CTAs that share a query's keys: at most 16; any number in kPortable
@@ -160,6 +173,9 @@ Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 // Floats for the plans of all launches: with all the room they want, or within a caller's workspace.
 int64_t workspace_of_call(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 
+// Plans of the portable kernel (plan_portable.cpp); its variant for so many heads in a CTA.
+Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu);
+const Variant& portable_variant(int heads, KvPair layouts);
 // Plans ragged attention by the portable kernel, for requests that have at most `keys` together. The heads of
 // a request's queries and the layout alone decide the variant: a number of splits gives the same bits in any
 // batch.

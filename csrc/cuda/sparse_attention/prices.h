@@ -1,9 +1,29 @@
 #pragma once
-// Prices of a CTA on sm_90: coefficients of model::us_of. benchmarks/fit_prices.py writes rows for which it
-// has forced plans; docs/notebook/kernels/plans.md says what the others were fitted to.
-#include "cuda/sparse_attention/plan_model.h"
+// Prices of a CTA on sm_90 (H100 and H200): coefficients of us_of (plan_sm90.h). benchmarks/fit_prices.py
+// writes rows for which it has forced plans; docs/notebook/kernels/plans.md says what the others were fitted
+// to.
+#include "cuda/sparse_attention/plan.h"
 
 namespace mla_fp8::gpu::model {
+
+// The rows that a CTA reads: a query's in FP8, in bf16, or in two layouts; or FP8 rows for a tile of queries.
+// Tiles have a CTA each, share all CTAs, or have lists.
+enum class Reads { kFp8, kBf16, kPair, kTiles, kSharedTiles, kLists };
+
+struct Price {
+  Kernel kernel;
+  Schedule schedule;
+  int heads;
+  Reads reads;
+  struct Of {
+    double wave_us, key_ns, byte_ps = 0, cluster_us = 0, run_us = 0, wait_us = 0, leave_us = 0;
+  } of;
+  // us added between an engine's other kernels, which drive this code out of the instruction caches. Rows
+  // with values in bf16 (dsv4) take more code.
+  struct {
+    double fp8_values = 0, bf16_values = 0;
+  } cold_us = {};
+};
 
 // Kernel, schedule, heads, rows; us per wave, ns per key, ps per byte; us per cluster, per run, per result
 // that waits, per result left; us of cold code with FP8 values and with bf16 values.

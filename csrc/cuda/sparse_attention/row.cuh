@@ -42,6 +42,12 @@ struct Row {
   }
 };
 
+// Scales as factors of fragments of K. Rows of one layout have none (two: sm90/mixed_row.cuh).
+template <class R>
+struct KeyFactors {
+  using Words = uint4;
+};
+
 // The stored scales of one key.
 template <class R>
 struct RowScales {

@@ -2,8 +2,7 @@
 #include <optional>
 #include <vector>
 
-#include "cuda/sparse_attention/plan_memo.h"
-#include "cuda/sparse_attention/plan_model.h"
+#include "cuda/sparse_attention/plan_sm90.h"
 
 #include "core/module/core.h"
 
@@ -50,7 +49,7 @@ void bind_plans(py::module_& m) {
                          has_entry_pages);
         p.window.num_requests = requests;
         p.workspace_floats = workspace.value_or(INT64_MAX);
-        const auto plan = gpu::planned<gpu::plan>(op_of(op), p, {compute_major, num_sms});
+        const auto plan = gpu::plan(op_of(op), p, {compute_major, num_sms});
         if (!workspace) return gpu::to_string(plan);
         return gpu::to_string(gpu::within_workspace(plan, p));
       },
@@ -66,7 +65,7 @@ void bind_plans(py::module_& m) {
         const int32_t lists = 0;
         p.query_groups = query_groups, p.shared_keys = has_lists ? &lists : nullptr;
         p.window.num_requests = requests, p.window.query_start_loc = requests > 0 ? &lists : nullptr;
-        const auto sharing = gpu::planned<gpu::plan_sharing>(op_of(op), p, {9, 132});
+        const auto sharing = gpu::plan_sharing(op_of(op), p, {9, 132});
         if (!sharing) return py::none();
         return py::make_tuple(SharedKeysShape(p).queries.tile, gpu::to_string(sharing->tiles),
                               gpu::to_string(sharing->alone), sharing->most_shared);
@@ -78,7 +77,7 @@ void bind_plans(py::module_& m) {
       [](int layout, int64_t queries, int heads, int64_t keys, int64_t extra_keys, bool batch_invariant,
          int compute_major, int num_sms) {
         const auto p = problem(layout, -1, queries, heads, keys, extra_keys, false, batch_invariant);
-        return std::pair(gpu::planned<gpu::workspace_of_call>(gpu::Op::kDecode, p, {compute_major, num_sms}),
+        return std::pair(gpu::workspace_of_call(gpu::Op::kDecode, p, {compute_major, num_sms}),
                          sparse_attention_floats(queries, heads, num_sms, batch_invariant));
       },
       py::kw_only(), "layout"_a, "queries"_a, "heads"_a, "keys"_a, "extra_keys"_a = 0,

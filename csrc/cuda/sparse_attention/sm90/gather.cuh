@@ -315,6 +315,26 @@ __device__ __forceinline__ void run_early(const KernelParams& params, typename C
   SplitProducer<C>(params, w, survey, smem, producer, lane).run(is_there);
 }
 
+// The warps of a CTA with one item that do not compute. Over one layout all gather (two: mixed_gather.cuh).
+template <class C>
+struct Producers {
+  // Called when warp 0 has made the barriers.
+  __device__ static void let_begin(int warp) {
+    if constexpr (C::kFetchesEarly)
+      if (warp == 0) named_barrier_arrive(kBarrierBegin, kBeginThreads<C>);
+  }
+  // Runs a warp that takes no part in the survey, and returns whether this is one.
+  __device__ static bool run_early(const KernelParams&, typename C::Item&, uint8_t*, int, int) {
+    return false;
+  }
+  // Runs one behind the survey.
+  __device__ __forceinline__ static void run(const KernelParams& params, const typename C::Item& w,
+                                             const KeySurvey& survey, uint8_t* smem, int warp, int lane) {
+    give_up_registers<C::kProducerRegisters>();
+    SplitProducer<C>(params, w, survey, smem, warp, lane).run();
+  }
+};
+
 // The rank of a key, by its place in the ring's sequence. Over two layouts the last blocks come first: rows
 // of the second cache are short, so work begins sooner.
 template <class C>

@@ -25,17 +25,47 @@ struct QueryHeads {
   }
   __device__ int64_t query_of(const SparseAttentionParams&, int) const { return query; }
   __device__ int head_of(const SparseAttentionParams&, int i) const { return first_head + i; }
+
+  // The heads of the i-th item. The head blocks of a query run together, so that all but the first read its
+  // rows from L2.
+  template <class C>
+  __device__ static QueryHeads of_item(const KernelParams& params, unsigned i) {
+    const unsigned query = params.head_blocks.word(i);
+    return {query, static_cast<int>(i - query * params.num_head_blocks()) * C::kHeads};
+  }
 };
 
 // The work of one CTA: blocks [first_block, first_block + num_blocks) of the valid keys of one query, or of
 // several (sm90/many_heads/neighbours.cuh). The blocks are known after the survey.
-template <class Heads>
-struct ItemOf : Heads {
+template <class Heads_>
+struct ItemOf : Heads_ {
+  using Heads = Heads_;
   using Source = KeySource;
+  // Items of several queries hide these: what they have in shared memory, and whether a list stands for a
+  // survey.
+  static constexpr bool kNeighbours = false, kIsListed = false;
+  struct InShared {};
   Keys keys;
   int split;
   int first_block, num_blocks;
 
+  // Finds the item of a CTA.
+  template <class C>
+  __device__ static typename C::Item find(const KernelParams& params, uint8_t*, int, int) {
+    unsigned i = cluster_index();
+    int split = cluster_rank();
+    if constexpr (C::kParts) {
+      i = params.splits.word(blockIdx.x);
+      split = static_cast<int>(blockIdx.x - i * params.num_splits());
+    }
+    const Heads heads = Heads::template of_item<C>(params, i);
+    const ItemOf item{heads, Keys(params.p, heads.query), split};
+    if constexpr (C::kSegments) return {item, params};
+    else if constexpr (C::kParts) return {item};
+    else return item;
+  }
+  // True if this launch has nothing to do for it.
+  __device__ bool is_left_out(const KernelParams& params) const { return params.shared.has(this->query); }
   __device__ Source source(const KernelParams& params) const { return {params.p, keys}; }
   // many_heads: true if this CTA has all keys; else it leaves a part of the result for a second grid.
   __device__ static constexpr bool is_whole() { return true; }
@@ -68,28 +98,6 @@ struct PartItem : SplitItem {
   __device__ static constexpr bool is_whole() { return false; }
   __device__ static int num_parts(const KernelParams& params) { return params.num_splits(); }
 };
-
-// The head blocks of a query run together, so that all but the first read its rows from L2.
-template <class C>
-__device__ QueryHeads heads_of_item(const KernelParams& params, unsigned i) {
-  const unsigned query = params.head_blocks.word(i);
-  return {query, static_cast<int>(i - query * params.num_head_blocks()) * C::kHeads};
-}
-
-template <class C>
-__device__ typename C::Item find_item(const KernelParams& params) {
-  unsigned i = cluster_index();
-  int split = cluster_rank();
-  if constexpr (C::kParts) {
-    i = params.splits.word(blockIdx.x);
-    split = static_cast<int>(blockIdx.x - i * params.num_splits());
-  }
-  const QueryHeads heads = heads_of_item<C>(params, i);
-  const SplitItem item{heads, Keys(params.p, heads.query), split};
-  if constexpr (C::kSegments) return {item, params};
-  else if constexpr (C::kParts) return {item};
-  else return item;
-}
 
 // Lists the positions of a query's valid keys in the order of ranks, 2 bytes each, for keys with gaps in
 // parts of 32. All warps do it once: to look up a rank in the map takes a thousand clocks.

@@ -288,4 +288,30 @@ class MixedProducer : MixedGather<C> {
   const int warp_;
 };
 
+template <class C>
+  requires(C::R::kMixed)
+struct Producers<C> {
+  __device__ static void let_begin(int warp) {
+    if (warp == 0) MixedProducer<C>::let_begin();
+  }
+  // Early producers survey nothing, and give up their registers at once: the consumers wait for them.
+  __device__ __forceinline__ static bool run_early(const KernelParams& params, typename C::Item& w,
+                                                   uint8_t* smem, int warp, int lane) {
+    if (warp >= 0 && warp < C::kProducers) {
+      give_up_registers<C::kProducerRegisters>();
+      MixedProducer<C>(params, smem, warp, lane_of_role<C>(lane)).run_early(w);
+      return true;
+    }
+    return false;
+  }
+  // Runs a warp that expands.
+  __device__ __forceinline__ static void run(const KernelParams&, const typename C::Item& w, const KeySurvey&,
+                                             uint8_t* smem, int warp, int lane) {
+    if constexpr (C::kExpanders > 0) {
+      give_up_registers<C::kExpanderRegisters>();
+      StageExpander<C>(smem, lane).run(warp - C::kProducers, w.num_blocks * C::kBlockStages);
+    }
+  }
+};
+
 }  // namespace mla_fp8::gpu

@@ -43,6 +43,8 @@ struct MixedRow : Row<kFirst> {
   static constexpr int kUnitBytes = kKeyTable ? 80 : 64;
   static constexpr int kKeyTableAt = First::kDims / 32 * kUnitBytes;  // behind the table of V
   static constexpr int kTableBytes = kKeyTableAt * (kKeyTable ? 2 : 1);
+  // The address of lane (g, t)'s factors of V in a table, for unit 0.
+  __device__ static uint32_t value_factors_at(uint32_t table, int t) { return table + t * 16; }
   // Before it is expanded, a second row's codes end where its place ends; key i's scales lie in the table.
   static constexpr int kCodesOffset = First::kBytes - Second::kBytes, kRawScaleBytes = 32;
   static_assert(kStageRows * kRawScaleBytes <= kTableBytes && Second::kL.scale_bytes() == kRawScaleBytes);
@@ -66,8 +68,9 @@ struct RowScales<MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>> {
 inline constexpr uint32_t kValidKey = 1, kNanKey = 2;  // bits of `valid`; one layout has the first only
 
 // The scales of keys g and g + 8 for a unit of 32 dims, as factors of A fragments of K.
-template <class R>
-struct KeyFactors {
+template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders, bool kHasKeyTable>
+struct KeyFactors<MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>> {
+  using R = MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>;
   using Words = std::conditional_t<R::kKeyTable, uint2, uint4>;
   uint32_t of_g[2], of_g8[2];  // [tile]
   __device__ KeyFactors(const uint2& x, int) {
@@ -92,12 +95,5 @@ struct KeyFactors {
     }
   }
 };
-// Rows of one layout have none.
-template <KvLayoutId kId>
-struct KeyFactors<Row<kId>> {
-  using Words = uint4;
-};
-// The address of lane (g, t)'s factors of V, for unit 0.
-__device__ inline uint32_t value_factors_at(uint32_t table, int t) { return table + t * 16; }
 
 }  // namespace mla_fp8::gpu

@@ -29,7 +29,8 @@ struct WalkItem : QueryHeads {
     return named_barrier_any(0, C::kThreads, has);
   }
 
-  __device__ WalkItem(const KernelParams& params, unsigned i) : QueryHeads(heads_of_item<C>(params, i)) {}
+  __device__ WalkItem(const KernelParams& params, unsigned i)
+      : QueryHeads(QueryHeads::of_item<C>(params, i)) {}
 
  private:
   // Returns the first item from i on whose query goes alone.

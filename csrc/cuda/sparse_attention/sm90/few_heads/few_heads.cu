@@ -31,7 +31,6 @@
 // Barriers and who waits for whom: smem.cuh.
 #include "cuda/sparse_attention/launch.h"
 #include "cuda/sparse_attention/sm90/few_heads/walk.cuh"
-#include "cuda/sparse_attention/sm90/producers.cuh"
 
 namespace mla_fp8::gpu {
 namespace {
@@ -262,10 +261,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     Ring<C>{shared_address(smem)}.init();
     mbarrier_init_fence();
   }
-  let_producers_begin<C>(warp);
+  Producers<C>::let_begin(warp);
   begin_grid(params.follows);
-  typename C::Item w = find_item<C>(params);
-  if (params.shared.has(w.query)) return leave_grid(params.follows);
+  typename C::Item w = C::Item::template find<C>(params, smem, warp, lane);
+  if (w.is_left_out(params)) return leave_grid(params.follows);
   const auto merge = [&] {  // the warps that do not compute
     merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
     __syncwarp();
@@ -274,7 +273,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       cluster_leave();        // sums are read: shared memory may go
     }
   };
-  if (run_early_producers<C>(params, w, smem, warp - kConsumerWarps, lane)) {
+  if (Producers<C>::run_early(params, w, smem, warp - kConsumerWarps, lane)) {
     merge();
     return end_grid(params.follows);
   }
@@ -293,7 +292,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const KeySurvey survey = end_survey<C>(params, w, smem, warp, lane);
 
   if (!C::kFetchesEarly && warp >= kConsumerWarps) {
-    run_producers<C>(params, w, survey, smem, warp - kConsumerWarps, lane);
+    Producers<C>::run(params, w, survey, smem, warp - kConsumerWarps, lane);
     merge();
   } else {
     take_registers<C::kConsumerRegisters>();

@@ -309,7 +309,7 @@ __device__ __forceinline__ void Consumer<C>::accumulate_block(int first_stage, i
   [[maybe_unused]] uint32_t factors_at;
   if constexpr (R::kMixed)
     factors_at =
-        value_factors_at(rows + R::kTableOffset, t_) + first_chunk * (kChunkDims / 32) * R::kUnitBytes;
+        R::value_factors_at(rows + R::kTableOffset, t_) + first_chunk * (kChunkDims / 32) * R::kUnitBytes;
   const auto load_bytes = [&](int m, int unit) {  // a unit has 32 dims
     ldmatrix_x4_trans(bytes[unit % 2], values + m * C::kStageBytes + unit * 32);
     if constexpr (R::kMixed)

@@ -1,12 +1,153 @@
 #pragma once
 // The logits warps: S^T = K Q^T and softmax.
-#include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/parts.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/query.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
-#include "cuda/sparse_attention/sm90/walk_item.cuh"
 
 namespace mla_fp8::gpu {
+
+// The scales of a stage's 16 keys, * 2^-e <= 1. A lane has pairs of f16, of keys g and g + 8, for tiles t, t
+// + 4, ... (two layouts: mixed_scales.cuh)
+template <class R>
+struct StageScales {
+  static constexpr int kPerLane = R::kNumScales > 0 ? RowScales<R>::kPerLane : 1;
+  uint32_t of_lane[kPerLane];
+  int e = 0;       // 2^e is above them
+  bool is_nan[2];  // keys g and g + 8
+
+  // Loads those of a stage. In tiles of queries a scale that is NaN or infinite becomes 0, so that it says
+  // nothing about other keys.
+  template <class C>
+  __device__ void load(const uint8_t* smem, int stage, int g, int t) {
+    constexpr bool kNanIsZero = C::kNeighbours;
+    const uint8_t* const row = smem + MLA_SMEM(C, ring) + stage * C::kStageBytes + g * R::kPitch;  // of key g
+    is_nan[0] = is_nan[1] = false;
+    if constexpr (R::kNumScales > 0) {
+      float scale[2][kPerLane];
+      uint32_t largest[2] = {};  // bits of a key's largest magnitude
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < kPerLane; ++j) {
+          scale[i][j] =
+              4 * j + t < R::kNumScales ? RowScales<R>::read(row + 8 * i * R::kPitch, 4 * j + t) : 0.0f;
+          largest[i] = max(largest[i], magnitude(scale[i][j]));
+        }
+      uint32_t above = __reduce_max_sync(kFullWarp, max(largest[0], largest[1]));
+      if (above >= __float_as_uint(INFINITY)) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if constexpr (kNanIsZero) {  // four lanes have a key's scales
+            uint32_t of_key = max(largest[i], __shfl_xor_sync(kFullWarp, largest[i], 1));
+            of_key = max(of_key, __shfl_xor_sync(kFullWarp, of_key, 2));
+            is_nan[i] = of_key >= __float_as_uint(INFINITY);
+            if (is_nan[i]) largest[i] = 0;
+#pragma unroll
+            for (int j = 0; j < kPerLane; ++j)
+              if (is_nan[i]) scale[i][j] = 0.0f;
+          } else {
+            is_nan[i] = RowScales<R>::is_nan(row + 8 * i * R::kPitch);
+          }
+        }
+        if constexpr (kNanIsZero) above = __reduce_max_sync(kFullWarp, max(largest[0], largest[1]));
+      }
+      e = min(max(exponent_above(above), -100), 100);
+      const float unit = power_of_two(-e);
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) of_lane[j] = pack_f16(scale[0][j] * unit, scale[1][j] * unit);
+    }
+  }
+  __device__ static uint32_t magnitude(float scale) {
+    constexpr bool kHasSign = R::kL.scale_format == ScaleFormat::kF32;
+    return __float_as_uint(scale) & (kHasSign ? 0x7fffffffu : ~0u);
+  }
+  // The scales of keys g and g + 8 for a tile.
+  __device__ uint32_t of_tile(int tile, int lane) const {
+    return __shfl_sync(kFullWarp, of_lane[tile / 4], (lane & ~3) + tile % 4);
+  }
+  // Stores them in the table of a block; `key`: this lane's g there.
+  __device__ void store(uint8_t* table, int key, int t) const {
+    if constexpr (R::kNumScales > 0)
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j)
+        if (4 * j + t < R::kNumScales) {
+          uint16_t* at = reinterpret_cast<uint16_t*>(table + (4 * j + t) * kScalePitch) + key;
+          at[0] = static_cast<uint16_t>(of_lane[j]);
+          at[8] = static_cast<uint16_t>(of_lane[j] >> 16);
+        }
+  }
+};
+
+// Computes S^T = K Q^T for the 16 keys of the stage at `rows` and all heads of the CTA. K is code * scale *
+// 2^-e, in f16.
+template <class C>
+__device__ __forceinline__ void multiply_keys(uint32_t rows, const StageScales<typename C::R>& scales,
+                                              uint32_t q_smem, int lane, float (&s)[C::kOctets][4]) {
+  using R = typename C::R;
+  // Units of 32 dims, the bf16 ones first, are two k-steps each. Bytes and scales are fetched two units ahead
+  // of their conversion. Products of up to kDepth - 1 units run meanwhile.
+  constexpr int kDepth = 4, kBf16Units = R::kBf16Dims / 32, kUnits = R::kDims / 32;
+  static_assert(kBf16Units <= 2 && (R::kMixed || R::kTileDims >= 32), "fetching ahead overwrites nothing");
+  const uint64_t q = wgmma_descriptor(q_smem, C::kQHalfBytes, C::kQOctetBytes);
+  constexpr int kStep = C::kQStepBytes / 16;  // in a descriptor's address
+  const int matrix = lane / 8;
+  const uint32_t keys = rows + ((matrix & 1) * 8 + lane % 8) * R::kPitch + (matrix >> 1) * 16;
+  uint32_t k[kDepth][2][4], bytes[2][4], pair[2] = {};
+  uint32_t scale[2] = {};                    // tiles of 32 dims take turns
+  typename KeyFactors<R>::Words factors[2];  // a mixed row's units take turns
+  const auto new_tile = [](int first_dim) { return R::kNumScales > 0 && R::new_tile(first_dim); };
+  const auto place = [](int unit) { return R::kTileDims == 32 ? unit % 2 : 0; };
+  const auto fetch = [&](int unit) {
+    const int first_dim = (unit - kBf16Units) * 32;
+    if (first_dim < 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) ldmatrix_x4(k[unit][i], keys + R::kBf16Offset + unit * 64 + i * 32);
+      return;
+    }
+    ldmatrix_x4(bytes[unit % 2], keys + first_dim);
+    if constexpr (R::kMixed) factors[unit % 2] = KeyFactors<R>::load(rows, first_dim / 32, lane / 4);
+    else if (new_tile(first_dim)) scale[place(unit)] = scales.of_tile(R::tile_of(first_dim), lane);
+  };
+  const auto convert = [&](int unit) {
+    const int first_dim = (unit - kBf16Units) * 32;
+    uint32_t (&a)[2][4] = k[unit % kDepth];
+    if (first_dim < 0) {
+      const float to_unit = power_of_two(-scales.e);
+      const uint32_t unit_pair = pack_bf16(to_unit, to_unit);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = mul_bf16x2(a[i / 4][i % 4], unit_pair);
+      return;
+    }
+    convert_keys(bytes[unit % 2], a[0], a[1]);
+    if constexpr (R::kMixed) return KeyFactors<R>(factors[unit % 2], lane / 4).apply(a[0], a[1]);
+    if (new_tile(first_dim)) {
+      pair[0] = __byte_perm(scale[place(unit)], 0, 0x1010);
+      pair[1] = __byte_perm(scale[place(unit)], 0, 0x3232);
+    }
+    if constexpr (R::kNumScales > 0)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = mul_f16x2(a[i / 4][i % 4], pair[i % 2]);
+  };
+#pragma unroll
+  for (int unit = 0; unit < kBf16Units + 2; ++unit) fetch(unit);
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit) {
+    if (unit >= kDepth) wgmma_wait<kDepth - 1>();  // its fragments are free again
+    convert(unit);
+    if (unit >= kBf16Units && unit + 2 < kUnits) fetch(unit + 2);
+    pin_registers(s);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int step = 2 * unit + i;
+      if (unit < kBf16Units)
+        wgmma_bf16(s, k[unit % kDepth][i], q + (R::kFp8Dims / 16 + step) * kStep, step > 0);
+      else wgmma_f16(s, k[unit % kDepth][i], q + (step - 2 * kBf16Units) * kStep, step > 0);
+    }
+    wgmma_commit();
+  }
+  wgmma_wait<0>();
+  pin_registers(s);
+}
 
 // One of the four logits warps: 16 keys of each block, all heads.
 template <class C>
@@ -30,20 +171,6 @@ class BlockLogits {
   __device__ float4 head_pair(int n) const {
     return reinterpret_cast<const float4*>(x_.head_state())[n * kOctetHeads / 2 + t_];
   }
-  __device__ const uint8_t* row_of(int stage) const {  // row of key g
-    return x_.bytes + MLA_SMEM(C, ring) + stage * C::kStageBytes + g_ * R::kPitch;
-  }
-
-  __device__ __forceinline__ void load_scales(int stage) {
-    if constexpr (R::kMixed) {
-      scales_.e = reinterpret_cast<const int*>(x_.bytes + MLA_SMEM(C, stage_exponents))[stage];
-      const uint8_t* const valid = x_.bytes + MLA_SMEM(C, valid) + stage * kStageRows;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) scales_.is_nan[i] = valid[g_ + 8 * i] & kNanKey;
-    } else {
-      scales_.template load<C::kNeighbours>(row_of(stage), t_);
-    }
-  }
 
   // Turns products into logits (log2) plus e (StageScales), less base - 7; masked ones become -inf. Returns
   // this lane's largest.
@@ -60,7 +187,7 @@ class BlockLogits {
     const uint8_t* valid = x_.bytes + MLA_SMEM(C, valid) + stage * kStageRows;
     const bool masked[2] = {!valid[g_], !valid[g_ + 8]};
     if constexpr (C::kNeighbours) {
-      mask_by_query(stage, valid, s);
+      C::Item::template mask<C>(x_.bytes, stage, scales_, lane_, s);
     } else if (__any_sync(kFullWarp, masked[0] || masked[1] || scales_.is_nan[0] || scales_.is_nan[1])) {
 #pragma unroll
       for (int n = 0; n < kOctets; ++n)
@@ -93,39 +220,6 @@ class BlockLogits {
                           pack_bf16(p[2] * unscale, p[3] * unscale));
     }
     scales_.store(table, member_ * kStageRows + g_, t_);
-  }
-
-  // Masks in tiles: a key counts for the heads of some queries, and not for others. NaN or infinity in a key
-  // must not meet the zero weight of a query that does not attend to it.
-  __device__ __forceinline__ void mask_by_query(int stage, const uint8_t* valid, float (&s)[kOctets][4]) {
-    const TileMarks& tile = *reinterpret_cast<const TileMarks*>(x_.bytes + MLA_SMEM(C, tile));
-    const uint32_t queries[2] = {valid[g_], valid[g_ + 8]}, all = tile.all_queries;
-    if (!__any_sync(kFullWarp,
-                    queries[0] != all || queries[1] != all || scales_.is_nan[0] || scales_.is_nan[1]))
-      return;
-    // NaN or infinity in a key shows in all its logits, with any Q: one of them tells.
-    const auto is_finite = [](float x) { return fabsf(x) < INFINITY; };
-    const bool suspects[2] = {queries[0] != all && (scales_.is_nan[0] || !is_finite(s[0][0])),
-                              queries[1] != all && (scales_.is_nan[1] || !is_finite(s[0][2]))};
-    const bool is_rare =
-        __any_sync(kFullWarp, suspects[0] || suspects[1] || scales_.is_nan[0] || scales_.is_nan[1]);
-    if (is_rare) [[unlikely]] {
-#pragma unroll
-      for (int n = 0; n < kOctets; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c)
-          if (scales_.is_nan[c / 2]) s[n][c] = NAN;
-      clear_values<R>(x_.bytes + MLA_SMEM(C, ring) + stage * C::kStageBytes, suspects, lane_);
-    }
-    const int octets_log2 = C::kTiles == Tiles::kLists ? 0 : tile.octets_log2;
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n) {
-      const bool attends[2] = {(queries[0] >> (n >> octets_log2) & 1) != 0,
-                               (queries[1] >> (n >> octets_log2) & 1) != 0};
-#pragma unroll
-      for (int c = 0; c < 4; ++c)
-        if (!attends[c / 2]) s[n][c] = -INFINITY;
-    }
   }
 
   // Reduces over the warp's keys, and calls put(head, value) in one lane for each head. x: this lane's values
@@ -175,7 +269,7 @@ class BlockLogits {
     const int stage = (block * C::kBlockStages + member_) % C::kStages, buffer = block % 2;
     wait_until_full<C::kStages>(ring_.full(stage), block * C::kBlockStages + member_);
     float s[kOctets][4];
-    load_scales(stage);
+    scales_.template load<C>(x_.bytes, stage, g_, t_);
     multiply_keys<C>(ring_.stage(stage), scales_, ring_.smem + MLA_SMEM(C, q), lane_, s);
     if (lane_ == 0) mbarrier_arrive(x_.qk_done(buffer));  // guards no memory
     const float peak = to_log2(stage, s);
@@ -264,7 +358,7 @@ class BlockLogits {
 };
 
 template <class C>
-class SplitLogits : BlockLogits<C> {
+class SplitLogits : protected BlockLogits<C> {
  public:
   using Base = BlockLogits<C>;
   using Item = typename C::Item;
@@ -274,179 +368,27 @@ class SplitLogits : BlockLogits<C> {
 
   __device__ void run() {
     this->begin_query();
-    // Stores the factor of each head's output, or what a second grid needs of the head.
-    const auto finish = [&](int head, float base, float sum, float largest) {
-      if (w_.is_whole()) {
-        reinterpret_cast<float*>(x_.bytes + MLA_SMEM(C, factors))[head] =
-            finish_head<typename C::R>(p_, w_, head, base, sum, largest);
-        return;
-      }
-      const QueryPart<C> part(params_, blockIdx.x);
-      part.stats(head) = {base, sum};
-      if (this->finds_largest()) part.largest(head) = largest;
-    };
-    if constexpr (C::kSegments) {
-      attend_to_runs();
-      if constexpr (C::kRuns) leave_runs();
-      else end_runs(finish);
-    } else {
 #pragma unroll 1
-      for (int block = 0; block < w_.num_blocks; ++block) this->attend(block, [] {});
-      this->end_query(finish);
-    }
+    for (int block = 0; block < w_.num_blocks; ++block) this->attend(block, [] {});
+    this->end_query(
+        [&](int head, float base, float sum, float largest) { finish(head, base, sum, largest); });
     named_barrier(kBarrierFinish, C::kWorkers);
   }
 
- private:
-  using Base::fresh_, Base::g_, Base::kOctets, Base::lane_, Base::member_, Base::p_, Base::params_,
-      Base::sum_, Base::t_, Base::x_;
-
-  // Segments (sm90/segments.cuh). A run's base is there with the weights of its last block; sums are added up
-  // at the end.
-  __device__ __forceinline__ void attend_to_runs() {
-    const int first = w_.first_run(0), head = member_ * kWarpSize + lane_;
-    int block = 0;
-#pragma unroll 1
-    for (int run = 0; run < w_.runs; ++run) {
-      const int end = w_.first_block_of(first + run + 1) - w_.first_block;
-      if (block == end) {
-        if (head < C::kHeads) {
-          x_.run_bases(run)[head] = kNoMax, x_.run_sums(run)[head] = 0.0f;
-          write_node_base(run, head, kNoMax);
-        }
-        continue;
-      }
-#pragma unroll 1
-      for (; block < end; ++block)
-        this->attend(block, [&] {
-          if (block + 1 == end && head < C::kHeads)
-            x_.run_bases(run)[head] = fresh_ ? kNoMax : x_.head_state()[head].y + kWeightLog2;
-        });
-      // All warps have read the bases since the last block began.
-      write_sums();
-      if (head < C::kHeads) {
-        write_node_base(run, head, x_.run_bases(run)[head]);
-        x_.head_state()[head].y = 0.0f;
-      }
-      fresh_ = true;
-      named_barrier(kBarrierLogits, Base::kLogitThreads);
-      if (head < C::kHeads) x_.run_sums(run)[head] = sum_of_warps(head);
+ protected:
+  // Stores the factor of a head's output, or what a second grid needs of the head.
+  __device__ __forceinline__ void finish(int head, float base, float sum, float largest) const {
+    if (w_.is_whole()) {
+      reinterpret_cast<float*>(this->x_.bytes + MLA_SMEM(C, factors))[head] =
+          finish_head<typename C::R>(this->p_, w_, head, base, sum, largest);
+      return;
     }
-  }
-
-  // The base of the largest subtree that ends with the run. The value warps read it in a later run.
-  __device__ void write_node_base(int run, int head, float base) const {
-    for (int level = 0, i = run; i % 2 == 1; ++level, i /= 2)
-      base = fmaxf(base, x_.node_bases((i << level) - 1)[head]);
-    x_.node_bases(run)[head] = base;
-  }
-
-  // Writes this warp's sums, which begin again.
-  __device__ __forceinline__ void write_sums() {
-    float sums[2 * kOctets];
-#pragma unroll
-    for (int i = 0; i < 2 * kOctets; ++i) sums[i] = sum_[i / 2][i % 2], sum_[i / 2][i % 2] = 0.0f;
-    Base::write_sums(sums, x_.warp_max(member_));
-  }
-  __device__ float sum_of_warps(int head) const {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < C::kLogitWarps; ++i) sum += x_.warp_max(i)[head];
-    return sum;
-  }
-
-  // Leaves (base, sum) of each run. The CTA of the last one says that there are no more.
-  __device__ __forceinline__ void leave_runs() const {
-    const int head = member_ * kWarpSize + lane_;
-    if (head >= C::kHeads) return;
-    const auto stats = [&](int run) -> float2& { return QueryPart<C>::of_run(params_, run).stats(head); };
-#pragma unroll 1
-    for (int run = 0; run < w_.runs; ++run)
-      stats(w_.first + run) = {x_.run_bases(run)[head], x_.run_sums(run)[head]};
-    if (w_.has_last_run())
-      for (int run = w_.with_keys; run < params_.most_runs; ++run) stats(run) = {kNoPartial, 0.0f};
-  }
-
-  // The same as end_query.
-  template <class Fn>
-  __device__ __forceinline__ void end_runs(Fn&& fn) const {
-    const int head = member_ * kWarpSize + lane_;
-    if (head >= C::kHeads) return;
-    float base = kNoMax;
-#pragma unroll 1
-    for (int run = 0; run < w_.runs; ++run) base = fmaxf(base, x_.run_bases(run)[head]);
-    const float sum = tree_sum<C::kMostRuns>([&](int run) {
-      return run < w_.runs ? x_.run_sums(run)[head] * fast_exp2(x_.run_bases(run)[head] - base) : 0.0f;
-    });
-    fn(head, base, sum, -INFINITY);
+    const QueryPart<C> part(this->params_, blockIdx.x);
+    part.stats(head) = {base, sum};
+    if (this->finds_largest()) part.largest(head) = largest;
   }
 
   const Item& w_;
-};
-
-// The logits of a walk: queries one after the other, with their Q and their ends.
-template <class C>
-class WalkLogits : BlockLogits<C> {
- public:
-  using Base = BlockLogits<C>;
-
-  __device__ WalkLogits(const KernelParams& params, uint8_t* smem, int warp, int lane)
-      : Base(params, smem, warp, lane), surveys_(smem, 0), ends_(smem) {}
-
-  __device__ void run() {
-    int block = 0, number = 0;  // `number` counts the CTA's queries
-    unsigned i = WalkItem<C>::first(params_, 0);
-    copy_query(i);
-#pragma unroll 1
-    for (; i < WalkItem<C>::count(params_); ++number) {
-      const WalkItem<C> item(params_, i);
-      i = WalkItem<C>::next(params_, i);
-      convert_query(item, number);
-      this->begin_query();
-      const int end = block + ceil_div(surveys_.read(number, lane_).num_keys, C::kBlockKeys);
-      surveys_.release(number, lane_);
-#pragma unroll 1
-      for (; block < end; ++block) this->attend(block, [] {});
-      copy_query(i);
-      end_item(item, number);
-    }
-  }
-
- private:
-  using Base::lane_, Base::member_, Base::p_, Base::params_, Base::x_;
-
-  // One warp copies the next Q, as it is, when all are done with this one, while this query ends.
-  __device__ void copy_query(unsigned i) const {
-    if (member_ == 0 && i < WalkItem<C>::count(params_))
-      WgmmaQuery<C>::copy_octets(p_, WalkItem<C>(params_, i), x_.smem, lane_);
-  }
-  // Converts Q to wgmma's order in its place, two octets at a time: registers are short.
-  __device__ void convert_query(const WalkItem<C>& item, int number) const {
-    int lane = lane_;  // else all addresses of Q would be found once, before the first query, and spilled
-    asm volatile("" : "+r"(lane));
-    constexpr int kPartHeads = 4, kParts = C::kHeads / kPartHeads;
-#pragma unroll 1
-    for (int part = member_; part < kParts; part += C::kLogitWarps) {
-      WgmmaQuery<C, kPartHeads> q;
-      q.load_copied(p_, item, x_.bytes, part, lane, number);
-      named_barrier(kBarrierLogits, Base::kLogitThreads);
-      q.store(x_.bytes, part, lane);
-    }
-    named_barrier(kBarrierLogits, Base::kLogitThreads);
-  }
-
-  __device__ void end_item(const WalkItem<C>& item, int number) {
-    wait_until_free<2>(ends_.empty(number), number);
-    this->end_query([&](int in_cta, float base, float sum, float largest) {
-      const int head = item.first_head + in_cta;
-      write_head(p_, item.query, head, base, sum, largest);
-      ends_.factors(number)[in_cta] = output_factor<typename C::R>(p_, head, base, sum);
-    });
-    mbarrier_arrive_warp(ends_.full(number), lane_);
-  }
-
-  const WalkSurveys<C> surveys_;
-  const QueryEnds<C> ends_;
 };
 
 }  // namespace mla_fp8::gpu

@@ -11,15 +11,10 @@
 //
 // Most tiles of entries have queries of one request. One that holds the end of a request and the beginning of
 // others has their keys one after another; marks tell which queries see them.
-#include <type_traits>
-
-#include "cuda/sparse_attention/row.cuh"
 #include "cuda/sparse_attention/sm90/item.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/shares.cuh"
 
 namespace mla_fp8::gpu {
-
-enum class Tiles { kNone, kEntries, kLists };
 
 // The numbers with which the logits warps read marks.
 struct TileMarks {
@@ -182,71 +177,33 @@ class ListedKeys {
   const SparseAttentionParams* p_;
 };
 
-// Neighbouring queries whose heads are the rows of a CTA; or one query, and maybe some of its heads.
-struct NeighbourHeads : QueryHeads {
-  int num_queries, num_rows;
+// ---- what is no number ----------------------------------------------------------------------------------
 
-  NeighbourHeads() = default;
-  __device__ NeighbourHeads(const SparseAttentionParams& p, int64_t first_query, int count, int first,
-                            int most_rows)
-      : QueryHeads{first_query, first},
-        num_queries(count),
-        num_rows(min(count * p.num_q_heads - first, most_rows)) {}
-  // The heads of a tile of entries.
-  template <class C>
-  __device__ static NeighbourHeads of_tile(const KernelParams& params, unsigned tile) {
-    const unsigned index = tile / params.num_head_blocks();
-    const int64_t first = int64_t{index} * params.tile_queries;
-    return {params.p, first, static_cast<int>(min(int64_t{params.tile_queries}, params.p.num_tokens - first)),
-            static_cast<int>(tile - index * params.num_head_blocks()) * C::kHeads, C::kHeads};
+// A query that does not attend to a key gives it a weight of zero, but zero times NaN is NaN. So NaN and
+// infinite elements become zero in the stage's suspects (a lane's keys g and g + 8). Scales are zero already.
+// Queries that attend to such a key have NaN among their weights, and need no second one.
+template <class R>
+__device__ __noinline__ void clear_values(uint8_t* rows, const bool (&suspects)[2], int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t lanes = __ballot_sync(kFullWarp, suspects[half]);
+    for (int g = 0; g < 8; ++g) {
+      if (!(lanes >> 4 * g & 0xf)) continue;
+      uint8_t* const row = rows + (g + 8 * half) * R::kPitch;
+      for (int at = lane * 4; at < R::kFp8Dims; at += kWarpSize * 4) {
+        uint32_t& x = *reinterpret_cast<uint32_t*>(row + at);
+        x &= ~__vcmpeq4(x & 0x7f7f7f7fu, 0x7f7f7f7fu);
+      }
+      for (int at = lane * 4; at < R::kBf16Dims * 2; at += kWarpSize * 4) {
+        uint32_t& x = *reinterpret_cast<uint32_t*>(row + R::kBf16Offset + at);
+        x &= ~__vcmpeq2(x & 0x7f807f80u, 0x7f807f80u);
+      }
+    }
   }
+  __syncwarp();
+}
 
-  __device__ int num_heads(const SparseAttentionParams&, int) const { return num_rows; }
-  __device__ bool has_head(const SparseAttentionParams&, int row) const { return row < num_rows; }
-  __device__ int64_t query_of(const SparseAttentionParams& p, int row) const {
-    return query + row / p.num_q_heads;
-  }
-  __device__ int head_of(const SparseAttentionParams& p, int row) const {
-    return first_head + row % p.num_q_heads;
-  }
-  __device__ const uint16_t* q_of_head(const SparseAttentionParams& p, int row) const {
-    return p.q + query_of(p, row) * p.q_stride_token + head_of(p, row) * p.q_stride_head;
-  }
-  __device__ bool is_q_dense(const SparseAttentionParams& p, int dims) const {
-    return p.q_stride_head == dims && p.q_stride_token == int64_t{p.num_q_heads} * dims;
-  }
-};
-struct TileItem : ItemOf<NeighbourHeads> {
-  using Source = TileKeys;
-  static constexpr int kMostParts = kMaxTileParts;
-  const Tile* tile;
-  int part, num_parts;     // this CTA's part of the keys
-  unsigned first, length;  // the positions of that part
-
-  __device__ Source source(const KernelParams& params) const { return {params, *tile, first, length}; }
-  __device__ bool is_whole() const { return num_parts == 1; }
-  // Finds the positions of the part, once the tile is known.
-  __device__ void take_part() {
-    const unsigned blocks = ceil_div(tile->length, unsigned{kShareBlockKeys});
-    const unsigned each = blocks / num_parts, longer = blocks % num_parts;
-    first = min((part * each + min(unsigned(part), longer)) * kShareBlockKeys, tile->length);
-    length = min((each + (part < longer)) * kShareBlockKeys, tile->length - first);
-  }
-  // The CTA takes all blocks of its part.
-  template <class C>
-  __device__ void take_share(int num_keys, const Divider&) {
-    static_assert(C::kBlockKeys == kShareBlockKeys);
-    first_block = 0, num_blocks = ceil_div(num_keys, C::kBlockKeys);
-  }
-};
-struct ListItem : ItemOf<NeighbourHeads> {
-  using Source = ListedKeys;
-  Source keys;
-  int num_keys;  // < 0: this tile has no list
-  __device__ const Source& source(const KernelParams&) const { return keys; }
-};
-template <Tiles kTiles>
-using TileOf = std::conditional_t<kTiles == Tiles::kLists, TileMarks, Tile>;
+// ---- items ----------------------------------------------------------------------------------------------
 
 // Describes a tile. One warp calls it, with a query in each lane.
 __device__ inline void describe_tile(const SparseAttentionParams& p, int64_t first, int count, Tile& tile,
@@ -302,15 +259,147 @@ __device__ inline void describe_tile(const SparseAttentionParams& p, int64_t fir
   tile.marks.describe(p, count);
 }
 
-// Finds the CTA's tile. All threads call it; a barrier must come before the tile is read.
-template <class C>
-__device__ typename C::Item find_tile(const KernelParams& params, uint8_t* smem, int warp, int lane) {
-  const SparseAttentionParams& p = params.p;
-  auto& tile = *reinterpret_cast<TileOf<C::kTiles>*>(smem + MLA_SMEM(C, tile));
-  typename C::Item item;
-  NeighbourHeads& heads = item;
-  item.split = 0;
-  if constexpr (C::kTiles == Tiles::kLists) {
+// Neighbouring queries whose heads are the rows of a CTA; or one query, and maybe some of its heads.
+struct NeighbourHeads : QueryHeads {
+  int num_queries, num_rows;
+
+  NeighbourHeads() = default;
+  __device__ NeighbourHeads(const SparseAttentionParams& p, int64_t first_query, int count, int first,
+                            int most_rows)
+      : QueryHeads{first_query, first},
+        num_queries(count),
+        num_rows(min(count * p.num_q_heads - first, most_rows)) {}
+  // The heads of a tile of entries.
+  template <class C>
+  __device__ static NeighbourHeads of_item(const KernelParams& params, unsigned tile) {
+    const unsigned index = tile / params.num_head_blocks();
+    const int64_t first = int64_t{index} * params.tile_queries;
+    return {params.p, first, static_cast<int>(min(int64_t{params.tile_queries}, params.p.num_tokens - first)),
+            static_cast<int>(tile - index * params.num_head_blocks()) * C::kHeads, C::kHeads};
+  }
+
+  __device__ int num_heads(const SparseAttentionParams&, int) const { return num_rows; }
+  __device__ bool has_head(const SparseAttentionParams&, int row) const { return row < num_rows; }
+  __device__ int64_t query_of(const SparseAttentionParams& p, int row) const {
+    return query + row / p.num_q_heads;
+  }
+  __device__ int head_of(const SparseAttentionParams& p, int row) const {
+    return first_head + row % p.num_q_heads;
+  }
+  __device__ const uint16_t* q_of_head(const SparseAttentionParams& p, int row) const {
+    return p.q + query_of(p, row) * p.q_stride_token + head_of(p, row) * p.q_stride_head;
+  }
+  __device__ bool is_q_dense(const SparseAttentionParams& p, int dims) const {
+    return p.q_stride_head == dims && p.q_stride_token == int64_t{p.num_q_heads} * dims;
+  }
+
+  // Masks in tiles: a key counts for the heads of some queries, and not for others. NaN or infinity in a key
+  // must not meet the zero weight of a query that does not attend to it.
+  template <class C, class Scales>
+  __device__ __forceinline__ static void mask(uint8_t* smem, int stage, const Scales& scales, int lane,
+                                              float (&s)[C::kOctets][4]) {
+    constexpr int kOctets = C::kOctets;
+    const TileMarks& tile = *reinterpret_cast<const TileMarks*>(smem + MLA_SMEM(C, tile));
+    const uint8_t* const valid = smem + MLA_SMEM(C, valid) + stage * kStageRows;
+    const int g = lane / 4;
+    const uint32_t queries[2] = {valid[g], valid[g + 8]}, all = tile.all_queries;
+    if (!__any_sync(kFullWarp,
+                    queries[0] != all || queries[1] != all || scales.is_nan[0] || scales.is_nan[1]))
+      return;
+    // NaN or infinity in a key shows in all its logits, with any Q: one of them tells.
+    const auto is_finite = [](float x) { return fabsf(x) < INFINITY; };
+    const bool suspects[2] = {queries[0] != all && (scales.is_nan[0] || !is_finite(s[0][0])),
+                              queries[1] != all && (scales.is_nan[1] || !is_finite(s[0][2]))};
+    const bool is_rare =
+        __any_sync(kFullWarp, suspects[0] || suspects[1] || scales.is_nan[0] || scales.is_nan[1]);
+    if (is_rare) [[unlikely]] {
+#pragma unroll
+      for (int n = 0; n < kOctets; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          if (scales.is_nan[c / 2]) s[n][c] = NAN;
+      clear_values<typename C::R>(smem + MLA_SMEM(C, ring) + stage * C::kStageBytes, suspects, lane);
+    }
+    const int octets_log2 = C::Item::kIsListed ? 0 : tile.octets_log2;
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) {
+      const bool attends[2] = {(queries[0] >> (n >> octets_log2) & 1) != 0,
+                               (queries[1] >> (n >> octets_log2) & 1) != 0};
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        if (!attends[c / 2]) s[n][c] = -INFINITY;
+    }
+  }
+};
+
+struct TileItem : ItemOf<NeighbourHeads> {
+  using Source = TileKeys;
+  using InShared = Tile;
+  static constexpr bool kNeighbours = true;
+  static constexpr int kMostParts = kMaxTileParts;
+  const Tile* tile;
+  int part, num_parts;     // this CTA's part of the keys
+  unsigned first, length;  // the positions of that part
+
+  __device__ Source source(const KernelParams& params) const { return {params, *tile, first, length}; }
+  __device__ bool is_whole() const { return num_parts == 1; }
+  __device__ bool is_left_out(const KernelParams&) const { return num_parts == 0; }
+  __device__ static PartsOfTile parts_of(const KernelParams& params, int tile) {
+    return parts_of_tile(params, tile);
+  }
+
+  // All threads call it; begin() is a barrier before the tile is read.
+  template <class C>
+  __device__ static TileItem find(const KernelParams& params, uint8_t* smem, int warp, int lane) {
+    auto& tile = *reinterpret_cast<Tile*>(smem + MLA_SMEM(C, tile));
+    TileItem item;
+    NeighbourHeads& heads = item;
+    item.split = 0;
+    TileShare share{static_cast<int>(blockIdx.x), 0, 1};
+    if (params.num_tiles > 0)
+      share = find_share<C::kThreads>(params, smem + MLA_SMEM(C, weights_fp8), threadIdx.x);
+    heads = of_item<C>(params, share.tile);
+    item.tile = &tile, item.part = share.part, item.num_parts = share.num_parts;
+    if (warp == 0) describe_tile(params.p, heads.query, heads.num_queries, tile, lane);
+    return item;
+  }
+  // Once the tile is known, finds the positions of this part.
+  template <class C>
+  __device__ void begin(const KernelParams& params, int thread) {
+    block_barrier<C::kThreads>();
+    take_part();
+    source(params).fetch_pages(thread, C::kThreads);
+  }
+  __device__ void take_part() {
+    const unsigned blocks = ceil_div(tile->length, unsigned{kShareBlockKeys});
+    const unsigned each = blocks / num_parts, longer = blocks % num_parts;
+    first = min((part * each + min(unsigned(part), longer)) * kShareBlockKeys, tile->length);
+    length = min((each + (part < longer)) * kShareBlockKeys, tile->length - first);
+  }
+  // The CTA takes all blocks of its part.
+  template <class C>
+  __device__ void take_share(int num_keys, const Divider&) {
+    static_assert(C::kBlockKeys == kShareBlockKeys);
+    first_block = 0, num_blocks = ceil_div(num_keys, C::kBlockKeys);
+  }
+};
+struct ListItem : ItemOf<NeighbourHeads> {
+  using Source = ListedKeys;
+  using InShared = TileMarks;
+  static constexpr bool kNeighbours = true, kIsListed = true;
+  Source keys;
+  int num_keys;  // < 0: this tile has no list
+  __device__ const Source& source(const KernelParams&) const { return keys; }
+  __device__ bool is_left_out(const KernelParams&) const { return num_keys < 0; }
+
+  // The same as of TileItem.
+  template <class C>
+  __device__ static ListItem find(const KernelParams& params, uint8_t* smem, int warp, int lane) {
+    const SparseAttentionParams& p = params.p;
+    auto& tile = *reinterpret_cast<TileMarks*>(smem + MLA_SMEM(C, tile));
+    ListItem item;
+    NeighbourHeads& heads = item;
+    item.split = 0;
     const QueryTiles::Queries queries = params.shared.queries[blockIdx.x];
     heads = {p, queries.first, static_cast<int>(queries.count), 0, C::kHeads};
     item.keys = ListedKeys(params, blockIdx.x);
@@ -319,41 +408,20 @@ __device__ typename C::Item find_tile(const KernelParams& params, uint8_t* smem,
       tile.describe(p, heads.num_queries);
       tile.all_queries = marks_of_octets(p, tile.all_queries);
     }
-  } else {
-    TileShare share{static_cast<int>(blockIdx.x), 0, 1};
-    if (params.num_tiles > 0)
-      share = find_share<C::kThreads>(params, smem + MLA_SMEM(C, weights_fp8), threadIdx.x);
-    heads = NeighbourHeads::of_tile<C>(params, share.tile);
-    item.tile = &tile, item.part = share.part, item.num_parts = share.num_parts;
-    if (warp == 0) describe_tile(p, heads.query, heads.num_queries, tile, lane);
+    return item;
   }
-  return item;
-}
-
-// ---- what is no number ----------------------------------------------------------------------------------
-
-// A query that does not attend to a key gives it a weight of zero, but zero times NaN is NaN. So NaN and
-// infinite elements become zero in the stage's suspects (a lane's keys g and g + 8). Scales are zero already.
-// Queries that attend to such a key have NaN among their weights, and need no second one.
-template <class R>
-__device__ __noinline__ void clear_values(uint8_t* rows, const bool (&suspects)[2], int lane) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t lanes = __ballot_sync(kFullWarp, suspects[half]);
-    for (int g = 0; g < 8; ++g) {
-      if (!(lanes >> 4 * g & 0xf)) continue;
-      uint8_t* const row = rows + (g + 8 * half) * R::kPitch;
-      for (int at = lane * 4; at < R::kFp8Dims; at += kWarpSize * 4) {
-        uint32_t& x = *reinterpret_cast<uint32_t*>(row + at);
-        x &= ~__vcmpeq4(x & 0x7f7f7f7fu, 0x7f7f7f7fu);
-      }
-      for (int at = lane * 4; at < R::kBf16Dims * 2; at += kWarpSize * 4) {
-        uint32_t& x = *reinterpret_cast<uint32_t*>(row + R::kBf16Offset + at);
-        x &= ~__vcmpeq2(x & 0x7f807f80u, 0x7f807f80u);
-      }
-    }
+  template <class C>
+  __device__ void begin(const KernelParams&, int) {
+    block_barrier<C::kThreads>();
   }
-  __syncwarp();
-}
+  // Stands for a survey: all keys of a list are valid. All threads call it.
+  template <class C>
+  __device__ KeySurvey survey_list(const KernelParams& params, int thread) {
+    const KeySurvey survey = KeySurvey::of_valid(num_keys);
+    take_share<C>(num_keys, params.splits);
+    keys.fetch_lines(first_block * C::kBlockKeys, num_blocks * C::kBlockKeys, thread);
+    return survey;
+  }
+};
 
 }  // namespace mla_fp8::gpu

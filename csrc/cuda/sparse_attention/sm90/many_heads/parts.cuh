@@ -4,15 +4,30 @@
 // a part of the result in the workspace, and a second grid adds parts up in the order of the keys.
 //
 // A value warp leaves its accumulators as they lie in its registers. A lane has eight values of a head, which
-// become f16 times a power of two of their own. Runs of segments stay floats.
-#include <type_traits>
-#include <utility>
-
-#include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/products.cuh"
-#include "cuda/sparse_attention/sm90/segments.cuh"
+// become f16 times a power of two of their own. Runs of segments stay floats (runs.cuh).
+#include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
+#include "cuda/sparse_attention/sm90/softmax.cuh"
 
 namespace mla_fp8::gpu {
+
+// Two adjacent dims of O as bf16; `dim` is the first one, among a value warp's 16 of a chunk.
+struct DimPair {
+  uint32_t values;
+  int dim;
+};
+// Pairs a lane's values of fragment rows g and g + 8. They are dims 2g, 2g + 1. bf16 values are dims g, g +
+// 8: neighbours swap.
+__device__ __forceinline__ DimPair pair_dims(bool is_bf16, int g, float of_g, float of_g8) {
+  uint32_t low = __float_as_uint(of_g), high = __float_as_uint(of_g8);
+  int dim = 2 * g;
+  if (is_bf16) {
+    const bool odd = g % 2;
+    const uint32_t got = __shfl_xor_sync(kFullWarp, odd ? low : high, 4);
+    (odd ? low : high) = got;
+    dim = odd ? g + 7 : g;
+  }
+  return {pack_bf16(__uint_as_float(low), __uint_as_float(high)), dim};
+}
 
 // Has an address computed here, not where it is used.
 template <class T>
@@ -21,7 +36,8 @@ __device__ __forceinline__ void keep_found(T*& address) {
 }
 
 // The values that a lane leaves at once, and a lane of the second grid reads.
-struct F16Values {
+template <class C>
+struct PartValues {
   static constexpr int kCount = 8, kFloatsOfHead = kFloatsOfQueryPart;
   uint4 values;
   uint32_t exponent;
@@ -46,8 +62,8 @@ struct F16Values {
       keep_found(values), keep_found(exponent);
     }
     // Reads those of the part `offset` bytes further; zeros, without an access, if it is not there.
-    __device__ F16Values read(int offset, bool is_there) const {
-      F16Values x{{}, kLeastExponent};
+    __device__ PartValues read(int offset, bool is_there) const {
+      PartValues x{{}, kLeastExponent};
       if (is_there) x = {__ldcg(reinterpret_cast<const uint4*>(values + offset)), __ldcg(exponent + offset)};
       return x;
     }
@@ -66,37 +82,11 @@ struct F16Values {
   static constexpr uint32_t kLargest = 14, kLeastExponent = 16;  // f16 below 2^15; both factors are normal
 };
 
-// The values of runs stay floats: their sum has to be the same bits wherever they are added up.
-struct F32Values {
-  static constexpr int kCount = 8, kFloatsOfHead = kFloatsOfRun;
-  float values[kCount];
-
-  __device__ static void write(uint8_t* part, int lanes, int at, const float (&x)[kCount]) {
-    auto* const to = reinterpret_cast<float4*>(part);
-    to[at] = {x[0], x[1], x[2], x[3]}, to[lanes + at] = {x[4], x[5], x[6], x[7]};
-  }
-  struct Place {
-    const uint8_t *first, *second;
-    __device__ Place(const uint8_t* part, int lanes, int at)
-        : first(part + at * 16), second(part + (lanes + at) * 16) {
-      keep_found(first), keep_found(second);
-    }
-    __device__ F32Values read(int offset, bool is_there) const {
-      float4 a{}, b{};
-      if (is_there) {
-        a = __ldcg(reinterpret_cast<const float4*>(first + offset));
-        b = __ldcg(reinterpret_cast<const float4*>(second + offset));
-      }
-      return {{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}};
-    }
-  };
-};
-
 // A part in the workspace. A lane has columns 2 n + c: eight values of head 8 n + 2 t + c.
 template <class C>
 class QueryPart {
  public:
-  using Values = std::conditional_t<C::kRuns, F32Values, F16Values>;
+  using Values = PartValues<C>;
   static constexpr int kColumns = C::kHeads / 4, kValues = Values::kCount;  // in a lane; in a column
   static constexpr int kLanes = kConsumerWarps * kColumns * kWarpSize;
   static constexpr int kBytes = C::kHeads * Values::kFloatsOfHead * 4;
@@ -137,37 +127,27 @@ class QueryPart {
 // An item of the second grid: its heads and its parts.
 template <class C>
 struct ItemParts {
-  static constexpr bool kOfTiles = C::kTiles == Tiles::kEntries;
-  std::conditional_t<kOfTiles, NeighbourHeads, QueryHeads> heads;
+  static constexpr bool kOfTiles = C::kNeighbours;
+  typename C::Item::Heads heads;
   int64_t first;
   int count;
 
-  __device__ ItemParts(const KernelParams& params, unsigned item) {
-    if constexpr (kOfTiles) {
-      heads = NeighbourHeads::of_tile<C>(params, item);
-    } else {
-      heads = heads_of_item<C>(params, item);
+  __device__ ItemParts(const KernelParams& params, unsigned item)
+      : heads(C::Item::Heads::template of_item<C>(params, item)) {
+    if constexpr (!kOfTiles) {
       count = C::Item::num_parts(params);
       first = int64_t{item} * count;
     }
   }
   // Finds a tile's parts, once the first grid is over. False: there is one, whose CTA wrote the output.
   __device__ bool find(const KernelParams& params, unsigned item) {
-    const PartsOfTile own = parts_of_tile(params, static_cast<int>(item));
+    const auto own = C::Item::parts_of(params, static_cast<int>(item));
     first = own.first, count = own.count;
     return count > 1;
   }
 };
 
 inline constexpr int kPartsMergeWarps = 4;
-
-// Calls fn(constant<runs>{}).
-template <class Fn>
-__device__ __forceinline__ void with_runs(int runs, Fn&& fn) {
-  [&]<int... i>(std::integer_sequence<int, i...>) {
-    ((runs == i + 1 ? fn(constant<i + 1>{}) : void()), ...);
-  }(std::make_integer_sequence<int, kMaxRuns>{});
-}
 
 // The second grid: a warp merges a column of a value warp. While parts are not there yet, it rehearses with
 // none: then its code is in the instruction cache, and addresses are known.
@@ -234,19 +214,7 @@ __global__ void __launch_bounds__(kPartsMergeWarps* kWarpSize)
     for (int round = 1; round < kRounds; ++round) max = fmaxf(max, stats[round].x);
     max = max_over_g(max);
     if constexpr (C::kRuns) {
-      const float weight = fast_exp2(stats[0].x - max);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) weights[i] = __shfl_sync(kFullWarp, weight, 4 * i + t);
-      const int runs = __popc(__ballot_sync(kFullWarp, t == 0 && stats[0].x != kNoPartial));
-      float sums[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) sums[i] = __shfl_sync(kFullWarp, stats[0].y * weight, 4 * i + t);
-      with_runs(runs, [&](auto num) {
-        total = sum_of_runs<num()>([&](int i) { return sums[i]; });
-#pragma unroll
-        for (int j = 0; j < Part::kValues; ++j)
-          sum[j] = sum_of_runs<num()>([&](int i) { return x[i].values[j] * weights[i]; });
-      });
+      Part::Values::add_up(stats[0], max, t, x, total, sum);
     } else {
 #pragma unroll
       for (int round = 0; round < kRounds; ++round) {

@@ -1,15 +1,13 @@
 #pragma once
 // The variants of many_heads, their shared memory and barriers, and what the roles share.
 #include <cstddef>
-#include <type_traits>
 
-#include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/products.cuh"
-#include "cuda/sparse_attention/sm90/segments.cuh"
+#include "cuda/sparse_attention/row.cuh"
+#include "cuda/sparse_attention/sm90/gather.cuh"
 
 namespace mla_fp8::gpu {
 
-// ---- split ----------------------------------------------------------------------------------------------
+// A walk has others (walk.cuh).
 //
 //   barrier            arrivals of a phase       waits             protects
 //   stage full         its producer, the bytes   logits, values    ring[stage], valid[stage]: may be read
@@ -32,25 +30,17 @@ struct ManyHeadsTraits {
   int octets;     // octets of heads in a CTA: 4, 6 or 8
   int producers;  // warps, some of which may expand (mixed_row.cuh)
   Schedule schedule = Schedule::kSplit;
-  Tiles tiles = Tiles::kNone;  // the heads are those of several queries (neighbours.cuh)
 };
-template <ManyHeadsTraits kTraits>
-auto item_of() {
-  if constexpr (kTraits.tiles == Tiles::kEntries) return std::type_identity<TileItem>{};
-  else if constexpr (kTraits.tiles == Tiles::kLists) return std::type_identity<ListItem>{};
-  else if constexpr (kTraits.schedule == Schedule::kSegments) return std::type_identity<SegmentItem<1>>{};
-  else if constexpr (kTraits.schedule == Schedule::kRuns) return std::type_identity<RunItem>{};
-  else if constexpr (kTraits.schedule == Schedule::kParts) return std::type_identity<PartItem>{};
-  else return std::type_identity<SplitItem>{};
-}
+// The pitch of a block's value scales, f16 [tile][key]: four lanes store those of a key at once, into
+// different banks.
+inline constexpr int kScalePitch = 64 * 2 + 16;
 
-// One variant. R: Row, or MixedRow for two caches.
-template <class R_, ManyHeadsTraits kTraits>
+// One variant. R: Row, or MixedRow for two caches. Item: the work of a CTA (sm90/item.cuh).
+template <class R_, ManyHeadsTraits kTraits, class Item_ = SplitItem>
 struct ManyHeads {
   using R = R_;
-  using Item = typename decltype(item_of<kTraits>())::type;
-  static constexpr Tiles kTiles = kTraits.tiles;
-  static constexpr bool kNeighbours = kTiles != Tiles::kNone;
+  using Item = Item_;
+  static constexpr bool kNeighbours = Item::kNeighbours;  // heads are those of several queries
   static constexpr bool kWalks = kTraits.schedule == Schedule::kWalk;
   static constexpr bool kRuns = kTraits.schedule == Schedule::kRuns;  // a CTA leaves each of its runs
   static constexpr bool kParts = kRuns || kTraits.schedule == Schedule::kParts;        // parts.cuh
@@ -59,10 +49,10 @@ struct ManyHeads {
   static constexpr bool kFindsLargest = !kSegments;            // largest logits, if the caller wants them
   static constexpr int kOctets = kTraits.octets, kHeads = kOctets * kOctetHeads;
   static constexpr bool kFirstInRegisters = kOctets < 8;  // segments: 8 octets leave too few for it
-  static constexpr int kMostRuns = kSegments ? kMaxRuns : 0;
+  static constexpr int kMostRuns = kSegments ? kSegmentsOfQuery : 0;
   static_assert(R::kFp8Chunks >= kNumChunks - 1, "at most the last chunk of V is bf16");
   static constexpr int kExpanders = R::kExpanders, kProducers = kTraits.producers - kExpanders;
-  static constexpr int kLogitWarps = 4;
+  static constexpr int kLogitWarps = 4, kFirstProducer = kConsumerWarps + kLogitWarps;
   static constexpr int kQueries = 1, kTeams = 1, kQueryTeams = 1;  // WalkProducer sees one query, one team
   static constexpr bool kScalesMultiplyWeights = false;  // two layouts: scales multiply fragments of V
   static constexpr int kWorkers = kConsumerThreads + kLogitWarps * kWarpSize;  // all but the producers
@@ -125,7 +115,7 @@ struct ManyHeads {
     uint64_t raw_barriers[R::kMixed ? kStages : 0];
     int stage_exponents[R::kMixed ? kStages : 0];    // exponents of the scales in the tables
     uint32_t stage_extras[R::kMixed ? kStages : 0];  // bits of the rows that come from the second cache
-    alignas(8) TileOf<kTiles> tile[kNeighbours ? 1 : 0];
+    alignas(8) typename Item::InShared tile[kNeighbours ? 1 : 0];
     alignas(8) float run_bases[kMostRuns][kHeads];
     alignas(8) float node_bases[kMostRuns][kHeads];  // bases of the largest subtree that ends with the run
     float run_sums[kMostRuns][kHeads];
@@ -172,35 +162,6 @@ struct BlockExchange {
       mbarrier_init(p_full(buffer), C::kLogitWarps * kWarpArrivals);
       mbarrier_init(p_empty(buffer), kConsumerWarps * kWarpArrivals);
       mbarrier_init(qk_done(buffer), C::kLogitWarps);
-    }
-  }
-};
-
-// ---- walk -----------------------------------------------------------------------------------------------
-//
-//   barrier            arrivals of a phase   waits                       protects
-//   stage, weights, QK done, kBarrierLogits as in split
-//   q                  a logits warp, the bytes   logits                     q: may be read as it came
-//   end full           4 logits warps        values                      factors[buffer]: may be read
-//   end empty          8 value warps         logits                      the same: may be written
-//   survey full        8 value warps         all                         maps[buffer]: may be read
-//   survey empty       all warps             values                      the same: may be written
-//
-// The logits warps pass a query's factors through buffer number % 2; `number` counts the CTA's queries.
-template <class C>
-struct QueryEnds {
-  uint8_t* bytes;
-  uint32_t smem;
-  __device__ explicit QueryEnds(uint8_t* p) : bytes(p), smem(shared_address(p)) {}
-  __device__ uint32_t full(int number) const { return smem + MLA_SMEM(C, end_barriers) + number % 2 * 16; }
-  __device__ uint32_t empty(int number) const { return full(number) + 8; }
-  __device__ float* factors(int number) const {
-    return reinterpret_cast<float*>(bytes + MLA_SMEM(C, factors)) + number % 2 * C::kHeads;
-  }
-  __device__ void init() const {
-    for (int i = 0; i < 2; ++i) {
-      mbarrier_init(full(i), C::kLogitWarps * kWarpArrivals);
-      mbarrier_init(empty(i), kConsumerWarps * kWarpArrivals);
     }
   }
 };

@@ -1,11 +1,24 @@
 #pragma once
 // The value warps: O^T += V^T P^T. Each has 16 dims of each of its warpgroup's four chunks, and all heads.
-#include "cuda/sparse_attention/sm90/gather.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/parts.cuh"
-#include "cuda/sparse_attention/sm90/many_heads/smem.cuh"
-#include "cuda/sparse_attention/sm90/walk_item.cuh"
 
 namespace mla_fp8::gpu {
+
+// Multiplies O as bases have moved by `changes` [head] (log2).
+template <int kChunks, int kOctets>
+__device__ __forceinline__ void rescale_values(float (&out)[kChunks][kOctets][4], const float* changes,
+                                               int t) {
+#pragma unroll
+  for (int n = 0; n < kOctets; ++n) {
+    float2 f = *reinterpret_cast<const float2*>(changes + n * kOctetHeads + 2 * t);
+    f = {fast_exp2(f.x), fast_exp2(f.y)};
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      out[chunk][n][0] *= f.x, out[chunk][n][2] *= f.x;
+      out[chunk][n][1] *= f.y, out[chunk][n][3] *= f.y;
+    }
+  }
+}
 
 template <class C>
 class BlockValues {
@@ -51,7 +64,7 @@ class BlockValues {
   __device__ int factors_at() const {
     if constexpr (!R::kMixed) return 0;
     else
-      return value_factors_at(R::kTableOffset, t_) + (first_chunk_ * 2 + warp_ / 2) * R::kUnitBytes +
+      return R::value_factors_at(R::kTableOffset, t_) + (first_chunk_ * 2 + warp_ / 2) * R::kUnitBytes +
              warp_ % 2 * 8;
   }
 
@@ -120,28 +133,6 @@ class BlockValues {
     for (int chunk = 0; chunk < C::kChunks; ++chunk) pin_registers(out_[chunk]);
   }
 
-  // Stores O as bf16, straight from the fragments.
-  __device__ void store_item(const SparseAttentionParams& p, const WalkItem<C>& item,
-                             const float* factors) const {
-    uint16_t* const row = p.out + item.query * p.out_stride_token + item.first_head * p.out_stride_head +
-                          first_chunk_ * kChunkDims + warp_ * 16;
-#pragma unroll
-    for (int n = 0; n < kOctets; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int head = n * kOctetHeads + 2 * t_ + c;
-        const float factor = factors[head];
-        const bool real = item.first_head + head < p.num_q_heads;
-        uint16_t* const out = row + head * p.out_stride_head;
-#pragma unroll
-        for (int chunk = 0; chunk < C::kChunks; ++chunk) {
-          const DimPair pair =
-              pair_dims(is_bf16(chunk), g_, out_[chunk][n][c] * factor, out_[chunk][n][c + 2] * factor);
-          if (real) *reinterpret_cast<uint32_t*>(out + chunk * kChunkDims + pair.dim) = pair.values;
-        }
-      }
-  }
-
   // Attends to blocks of the ring's sequence.
   __device__ __forceinline__ void attend(int first_block, int num_blocks) {
     if (last_is_bf16()) attend_by<true>(first_block, num_blocks);
@@ -179,10 +170,9 @@ class SplitValues : protected BlockValues<C> {
 
   __device__ SplitValues(uint8_t* smem, int warp, int lane) : Base(smem, warp, lane) {}
 
-  __device__ void run(const typename C::Item& w) {
+  __device__ void run(const KernelParams&, const typename C::Item& w) {
     this->clear();
-    if constexpr (C::kSegments) attend_to_runs(w);
-    else this->attend(0, w.num_blocks);
+    this->attend(0, w.num_blocks);
     named_barrier(kBarrierFinish, C::kWorkers);
   }
 
@@ -221,20 +211,6 @@ class SplitValues : protected BlockValues<C> {
     }
   }
 
-  // Does as run(), but leaves the result of each run.
-  __device__ void run_and_leave(const KernelParams& params, const typename C::Item& w) {
-    int block = 0;
-#pragma unroll 1
-    for (int run = w.first; run < w.first + w.runs; ++run) {
-      const int end = w.first_block_of(run + 1) - w.first_block;
-      this->clear();
-      this->attend(block, end - block);
-      block = end;
-      leave(QueryPart<C>::of_run(params, run));
-    }
-    named_barrier(kBarrierFinish, C::kWorkers);
-  }
-
   // Leaves a part for merge_parts_kernel, straight from the registers.
   __device__ __forceinline__ void leave(const QueryPart<C>& part) const {
     const int value_warp = first_chunk_ / C::kChunks * 4 + warp_;
@@ -250,80 +226,8 @@ class SplitValues : protected BlockValues<C> {
       }
   }
 
- private:
+ protected:
   using Base::first_chunk_, Base::g_, Base::lane_, Base::out_, Base::t_, Base::warp_, Base::x_;
-
-  // Segments (sm90/segments.cuh).
-  __device__ __forceinline__ void attend_to_runs(const typename C::Item& w) {
-    using Totals = RunTotals<C::kChunks, kOctets, false, C::kFirstInRegisters>;
-    typename Totals::Result waiting[Totals::kWaiting];
-    Totals totals(waiting);
-    const int first = w.first_run(0);
-    int block = 0;
-#pragma unroll 1
-    for (int run = 0; run < w.runs; ++run) {
-      const int end = w.first_block_of(first + run + 1) - w.first_block;
-      if (block == end) continue;
-      this->attend(block, end - block);
-      block = end;
-      int lane;  // found anew: else addresses by it would be found once, and spilled
-      asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-      const auto pair = [&](const float* bases, int n) {
-        return reinterpret_cast<const float2*>(bases)[n * kOctetHeads / 2 + lane % 4];
-      };
-      float base[kOctets][2];
-#pragma unroll
-      for (int n = 0; n < kOctets; ++n) {
-        const float2 x = pair(x_.run_bases(run), n);
-        base[n][0] = x.x, base[n][1] = x.y;
-      }
-      totals.end_run(w, 0, run, out_, base, nullptr,
-                     [&](int since, int n) { return pair(x_.node_bases(since), n); });
-    }
-  }
-};
-
-// The value warps of a walk. Done with a query, they survey the keys of the query after the next: they wait
-// for logits more than logits wait for them.
-template <class C>
-class WalkValues : BlockValues<C> {
- public:
-  using Base = BlockValues<C>;
-
-  __device__ WalkValues(const KernelParams& params, uint8_t* smem, int warp, int lane)
-      : Base(smem, warp, lane), params_(params), surveys_(smem, 0), ends_(smem), warp_in_cta_(warp) {}
-
-  // Each piece of code is there once: code between products has to stay in the instruction cache.
-  __device__ void run() {
-    unsigned i = WalkItem<C>::first(params_, 0), ahead = i;  // the items of queries `number` and `number` + 2
-    int block = 0;
-#pragma unroll 1
-    for (int number = -2; number < 0 || i < WalkItem<C>::count(params_); ++number) {
-      if (number >= 0) {
-        const int num_blocks = ceil_div(surveys_.read(number, lane_).num_keys, C::kBlockKeys);
-        surveys_.release(number, lane_);
-        this->clear();
-        this->attend(block, num_blocks);
-        block += num_blocks;
-        wait_until_full<2>(ends_.full(number), number);
-        this->store_item(params_.p, WalkItem<C>(params_, i), ends_.factors(number));
-        mbarrier_arrive_warp(ends_.empty(number), lane_);
-        i = WalkItem<C>::next(params_, i);
-      }
-      if (ahead >= WalkItem<C>::count(params_)) continue;
-      const Keys keys(params_.p, WalkItem<C>(params_, ahead).query);
-      surveys_.write(number + 2, params_.p, keys, warp_in_cta_, lane_);
-      ahead = WalkItem<C>::next(params_, ahead);
-    }
-  }
-
- private:
-  using Base::lane_;
-
-  const KernelParams& params_;
-  const WalkSurveys<C> surveys_;
-  const QueryEnds<C> ends_;
-  const int warp_in_cta_;
 };
 
 }  // namespace mla_fp8::gpu
