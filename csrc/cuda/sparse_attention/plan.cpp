@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <optional>
 #include <sstream>
-#include <stdexcept>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/sparse_attention/plan_sm90.h"
 
@@ -209,17 +208,14 @@ auto remembered(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
               p.scopes[0].topk, p.num_scopes > 1 ? p.scopes[1].topk : 0, p.window.num_requests,
               p.query_groups, p.workspace_floats, p.is_window, p.has_entry_pages, p.batch_invariant,
               p.workspace != nullptr, p.shared_keys != nullptr);
-  struct Kept {
-    std::remove_const_t<decltype(shape)> of;
-    decltype(kMake(op, p, gpu)) value;
-  };
+  using Kept = std::pair<std::remove_const_t<decltype(shape)>, decltype(kMake(op, p, gpu))>;
   constexpr size_t kPlaces = 31;
   thread_local std::array<std::optional<Kept>, kPlaces> kept;
   // The place follows from what differs between a model's calls.
   const int64_t mixed = p.num_tokens * 31 + num_keys(p) * 7 + p.num_q_heads * 3 + static_cast<int>(p.layout);
   std::optional<Kept>& place = kept[static_cast<size_t>(mixed) % kPlaces];
-  if (!place || place->of != shape) place.emplace(Kept{shape, kMake(op, p, gpu)});
-  return place->value;
+  if (!place || place->first != shape) place.emplace(shape, kMake(op, p, gpu));
+  return place->second;
 }
 
 }  // namespace

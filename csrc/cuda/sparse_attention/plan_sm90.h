@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <iterator>
-#include <optional>
 #include <vector>
 
 #include "cuda/sparse_attention/prices.h"

@@ -64,6 +64,8 @@ struct ItemOf : Heads_ {
     else if constexpr (C::kParts) return {item};
     else return item;
   }
+  template <class C>
+  __device__ void begin(const KernelParams&, int) {}
   // True if this launch has nothing to do for it.
   __device__ bool is_left_out(const KernelParams& params) const { return params.shared.has(this->query); }
   __device__ Source source(const KernelParams& params) const { return {params.p, keys}; }

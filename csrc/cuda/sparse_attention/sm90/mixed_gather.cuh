@@ -199,8 +199,6 @@ class MixedProducer : MixedGather<C> {
       return run(w, valid_keys, early, [&](int rank) { return source.listed(rank); });
     run(w, valid_keys, early, [&](int rank) { return this->find_of_query(valid_keys, source, rank); });
   }
-  // The warp that has made the barriers lets producers begin.
-  __device__ static void let_begin() { named_barrier_arrive(kBarrierMixedBegin, kBeginThreads<C>); }
 
  private:
   // The rows of the first two stages, and whether those of the first are on their way.
@@ -292,7 +290,7 @@ template <class C>
   requires(C::R::kMixed)
 struct Producers<C> {
   __device__ static void let_begin(int warp) {
-    if (warp == 0) MixedProducer<C>::let_begin();
+    if (warp == 0) named_barrier_arrive(kBarrierMixedBegin, kBeginThreads<C>);
   }
   // Early producers survey nothing, and give up their registers at once: the consumers wait for them.
   __device__ __forceinline__ static bool run_early(const KernelParams& params, typename C::Item& w,

@@ -2,7 +2,7 @@
 // The walk of few_heads: a CTA goes through queries, several at once.
 #include "cuda/sparse_attention/sm90/few_heads/products.cuh"
 #include "cuda/sparse_attention/sm90/few_heads/smem.cuh"
-#include "cuda/sparse_attention/sm90/walk_producers.cuh"
+#include "cuda/sparse_attention/sm90/walk.cuh"
 
 namespace mla_fp8::gpu {
 

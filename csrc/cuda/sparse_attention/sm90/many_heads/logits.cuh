@@ -6,7 +6,7 @@
 namespace mla_fp8::gpu {
 
 // The scales of a stage's 16 keys, * 2^-e <= 1. A lane has pairs of f16, of keys g and g + 8, for tiles t, t
-// + 4, ... (two layouts: mixed_scales.cuh)
+// + 4, ... (two layouts: many_heads.cu)
 template <class R>
 struct StageScales {
   static constexpr int kPerLane = R::kNumScales > 0 ? RowScales<R>::kPerLane : 1;

@@ -25,32 +25,38 @@
 //                     them. Runs: a CTA has some of these, and leaves the result of each to the second grid
 //   walk.cuh          a CTA goes through queries, with split's roles and its bits
 //   neighbours.cuh    the heads of a CTA are those of several queries
-//   mixed_scales.cuh  two layouts
-//
-// Barriers and who waits for whom: smem.cuh.
+//   mixed_gather.cuh  two layouts: other producers, and scales behind a stage's rows
 #include <type_traits>
 
 #include "cuda/sparse_attention/launch.h"
-#include "cuda/sparse_attention/sm90/many_heads/mixed_scales.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/neighbours.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/runs.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/walk.cuh"
 #include "cuda/sparse_attention/sm90/mixed_gather.cuh"
 
 namespace mla_fp8::gpu {
-namespace {
 
-// The work of a CTA with one query.
-template <Schedule>
-inline constexpr std::type_identity<SplitItem> kItemOf;
-template <>
-inline constexpr std::type_identity<PartItem> kItemOf<Schedule::kParts>;
-template <>
-inline constexpr std::type_identity<SegmentItem<1>> kItemOf<Schedule::kSegments>;
-template <>
-inline constexpr std::type_identity<RunItem> kItemOf<Schedule::kRuns>;
+// The scales of a stage over two layouts lie behind its rows.
+template <KvLayoutId kFirst, KvLayoutId kSecond, int kExpanders, bool kHasKeyTable>
+struct StageScales<MixedRow<kFirst, kSecond, kExpanders, kHasKeyTable>> {
+  int e;
+  bool is_nan[2];
 
-}  // namespace
+  template <class C>
+  __device__ void load(const uint8_t* smem, int stage, int g, int) {
+    e = reinterpret_cast<const int*>(smem + MLA_SMEM(C, stage_exponents))[stage];
+    const uint8_t* const valid = smem + MLA_SMEM(C, valid) + stage * kStageRows;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) is_nan[i] = valid[g + 8 * i] & kNanKey;
+  }
+  __device__ void store(uint8_t*, int, int) const {}
+};
+
+template <Schedule kSchedule>  // the work of a CTA with one query
+using QueryItem = std::conditional_t<
+    kSchedule == Schedule::kSegments, SegmentItem<1>,
+    std::conditional_t<kSchedule == Schedule::kRuns, RunItem,
+                       std::conditional_t<kSchedule == Schedule::kParts, PartItem, SplitItem>>>;
 
 template <>
 bool launch_slice<Kernel::kManyHeads, MLA_SLICE>(const SparseAttentionParams& p, const Plan& plan,
@@ -79,7 +85,7 @@ bool launch_slice<Kernel::kManyHeads, MLA_SLICE>(const SparseAttentionParams& p,
       using C = ManyHeads<R, kTraits>;
       launch_items<C>(many_heads_walk_kernel<C>, p, plan, stream);
     } else if constexpr (kVariant.rows.has(kPair)) {
-      split(kItemOf<kVariant.schedule>);
+      split(std::type_identity<QueryItem<kVariant.schedule>>{});
     } else {
       throw no_such_kernel(plan);  // a variant for tiles only
     }

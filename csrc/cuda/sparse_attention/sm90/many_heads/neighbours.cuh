@@ -310,9 +310,8 @@ struct NeighbourHeads : QueryHeads {
     const auto is_finite = [](float x) { return fabsf(x) < INFINITY; };
     const bool suspects[2] = {queries[0] != all && (scales.is_nan[0] || !is_finite(s[0][0])),
                               queries[1] != all && (scales.is_nan[1] || !is_finite(s[0][2]))};
-    const bool is_rare =
-        __any_sync(kFullWarp, suspects[0] || suspects[1] || scales.is_nan[0] || scales.is_nan[1]);
-    if (is_rare) [[unlikely]] {
+    if (__any_sync(kFullWarp, suspects[0] || suspects[1] || scales.is_nan[0] || scales.is_nan[1]))
+        [[unlikely]] {
 #pragma unroll
       for (int n = 0; n < kOctets; ++n)
 #pragma unroll
@@ -348,7 +347,7 @@ struct TileItem : ItemOf<NeighbourHeads> {
     return parts_of_tile(params, tile);
   }
 
-  // All threads call it; begin() is a barrier before the tile is read.
+  // All threads call it; a barrier comes before the tile is read.
   template <class C>
   __device__ static TileItem find(const KernelParams& params, uint8_t* smem, int warp, int lane) {
     auto& tile = *reinterpret_cast<Tile*>(smem + MLA_SMEM(C, tile));
@@ -366,15 +365,11 @@ struct TileItem : ItemOf<NeighbourHeads> {
   // Once the tile is known, finds the positions of this part.
   template <class C>
   __device__ void begin(const KernelParams& params, int thread) {
-    block_barrier<C::kThreads>();
-    take_part();
-    source(params).fetch_pages(thread, C::kThreads);
-  }
-  __device__ void take_part() {
     const unsigned blocks = ceil_div(tile->length, unsigned{kShareBlockKeys});
     const unsigned each = blocks / num_parts, longer = blocks % num_parts;
     first = min((part * each + min(unsigned(part), longer)) * kShareBlockKeys, tile->length);
     length = min((each + (part < longer)) * kShareBlockKeys, tile->length - first);
+    source(params).fetch_pages(thread, C::kThreads);
   }
   // The CTA takes all blocks of its part.
   template <class C>
@@ -409,10 +404,6 @@ struct ListItem : ItemOf<NeighbourHeads> {
       tile.all_queries = marks_of_octets(p, tile.all_queries);
     }
     return item;
-  }
-  template <class C>
-  __device__ void begin(const KernelParams&, int) {
-    block_barrier<C::kThreads>();
   }
   // Stands for a survey: all keys of a list are valid. All threads call it.
   template <class C>

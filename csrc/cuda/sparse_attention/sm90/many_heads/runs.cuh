@@ -176,14 +176,6 @@ struct Roles<C> {
 
 // ---- the second grid ------------------------------------------------------------------------------------
 
-// Calls fn(constant<runs>{}).
-template <class Fn>
-__device__ __forceinline__ void with_runs(int runs, Fn&& fn) {
-  [&]<int... i>(std::integer_sequence<int, i...>) {
-    ((runs == i + 1 ? fn(constant<i + 1>{}) : void()), ...);
-  }(std::make_integer_sequence<int, kMaxRuns>{});
-}
-
 // The values of runs stay floats: their sum has to be the same bits wherever they are added up.
 template <class C>
   requires(C::kRuns)
@@ -222,12 +214,15 @@ struct PartValues<C> {
     float sums[kMost];
 #pragma unroll
     for (int i = 0; i < kMost; ++i) sums[i] = __shfl_sync(kFullWarp, stats.y * weight, 4 * i + t);
-    with_runs(runs, [&](auto num) {
+    const auto add_runs = [&](auto num) {
       total = sum_of_runs<num()>([&](int i) { return sums[i]; });
 #pragma unroll
       for (int j = 0; j < kCount; ++j)
         sum[j] = sum_of_runs<num()>([&](int i) { return x[i].values[j] * weights[i]; });
-    });
+    };
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+      ((runs == i + 1 ? add_runs(constant<i + 1>{}) : void()), ...);
+    }(std::make_integer_sequence<int, kMaxRuns>{});
   }
 };
 

@@ -74,8 +74,7 @@ struct ManyHeads {
   static constexpr int kChunks = 4;  // chunks of V per warpgroup
 
   static constexpr int kBlockStages = 4, kBlockKeys = kBlockStages * kStageRows;
-  static constexpr int kEmptyWarps =
-      kConsumerWarps;  // the logits of a block are done before its values start
+  static constexpr int kEmptyWarps = kConsumerWarps;  // a block's logits are done before its values start
   static constexpr int kStageBytes = kStageRows * R::kPitch + R::kTableBytes;
   static constexpr int kStages = kOctets < 6 ? 16 : 12;
   static_assert(kStages % kProducers == 0 && kStages % kBlockStages == 0);

@@ -28,7 +28,8 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
   const int thread = threadIdx.x;
   // Warp 0 has made Q's barrier. If all have met since, warp 1 copies Q: it need not wait for the tile.
   if (warp == (params.num_tiles > 0)) WgmmaQuery<C>::copy(params.p, w, shared_address(smem), lane);
-  if constexpr (C::kNeighbours) w.template begin<C>(params, thread);
+  if constexpr (C::kNeighbours) block_barrier<C::kThreads>();  // what they share is there
+  w.template begin<C>(params, thread);
   if (Producers<C>::run_early(params, w, smem, warp - C::kFirstProducer, lane)) return;
   KeySurvey survey;
   if constexpr (C::Item::kIsListed) {

@@ -13,7 +13,7 @@
 // The logits warps pass a query's factors through buffer number % 2; `number` counts the CTA's queries.
 #include "cuda/sparse_attention/sm90/many_heads/logits.cuh"
 #include "cuda/sparse_attention/sm90/many_heads/values.cuh"
-#include "cuda/sparse_attention/sm90/walk_producers.cuh"
+#include "cuda/sparse_attention/sm90/walk.cuh"
 
 namespace mla_fp8::gpu {
 
