@@ -33,7 +33,7 @@ KERNELS = {
         (16, 2, 4),
     ),
     "many_heads": (
-        "many_heads_split_kernel.*RowI.*IdE{}EEEXtl.*ManyHeadsTraits.*octetsLi8E.*producersLi4E.*ScheduleE0E.*QueryHeads",
+        "many_heads_split_kernel.*RowI.*IdE{}EEEXtl.*octetsLi8E.*producersLi4E.*ScheduleE0E.*QueryHeads",
         "dsv4",
         64,
         (64, 1, 4),
