@@ -18,15 +18,18 @@ if(NOT MLA_FP8_ZIG)
   set(MLA_FP8_ZIG "${zig}" CACHE FILEPATH "" FORCE)
 endif()
 
-# clang looks for a program called lld and passes the flavour; zig has it as a subcommand.
+# clang looks for a program called lld and passes the flavour; zig has it as a subcommand. The PATH is set by a script:
+# as a part of the commands it would have every file compiled again in a shell with another PATH.
 set(hip_dir "${CMAKE_BINARY_DIR}/hip")
-file(WRITE "${hip_dir}/bin/lld" "#!/bin/sh\nshift 2\nexec '${MLA_FP8_ZIG}' ld.lld \"$@\"\n")
-file(CHMOD "${hip_dir}/bin/lld" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
+set(scripts "${hip_dir}/bin")
+file(WRITE "${scripts}/lld" "#!/bin/sh\nshift 2\nexec '${MLA_FP8_ZIG}' ld.lld \"$@\"\n")
+file(WRITE "${scripts}/clang" "#!/bin/sh\nPATH='${scripts}':$PATH exec '${MLA_FP8_ZIG}' clang \"$@\"\n")
+file(CHMOD "${scripts}/lld" "${scripts}/clang" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
 
 cmake_path(GET MLA_FP8_ZIG PARENT_PATH zig_dir)
 # -resource-dir: clang's own headers. -Wno-pass-failed: some kernels' LDS allows one block, not the two that their
 # registers are to allow.
-set(hip_clang ${CMAKE_COMMAND} -E env "PATH=${hip_dir}/bin:$ENV{PATH}" ${MLA_FP8_ZIG} clang
+set(hip_clang ${scripts}/clang
   --target=x86_64-linux-gnu -resource-dir ${zig_dir}/lib -x hip -nogpuinc -nogpulib -std=c++20
   -I${CMAKE_CURRENT_SOURCE_DIR}/csrc -DMLA_FP8_WITH_HIP=1 -include hip/platform.h -Wall -Wno-pass-failed
   $<$<BOOL:${MLA_FP8_WERROR}>:-Werror>)
