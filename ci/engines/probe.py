@@ -87,17 +87,12 @@ def pins_are_the_engines(name: str) -> bool:
     return not found
 
 
-def files(name: str, version: str) -> list[str]:
-    """The tests of a version: the last ones know the newest one's source alone."""
-    of_newest = [
-        f"test_{what}_in_{name}.py"
-        for what in ("layer", "same_bits", "hisparse", "host_rows", "context_parallel", "pools")
-    ]
-    return [
-        f"test_in_{name}.py",
-        f"test_index_in_{name}.py",
-        *(of_newest if version == pins.NEWEST[name] else []),
-    ]
+def files(name: str, version: str) -> list[Path]:
+    """The tests of a version: the newest one's are all that there are for its engine."""
+    here = pins.ROOT / "ci/engines"
+    of_all = [here / f"test_in_{name}.py", here / f"test_index_in_{name}.py"]
+    others = sorted(set(here.glob(f"test_*_in_{name}.py")) - set(of_all))
+    return of_all + (others if version == pins.NEWEST[name] else [])
 
 
 def run(name: str, version: str) -> bool:
@@ -107,8 +102,7 @@ def run(name: str, version: str) -> bool:
     environment = os.environ | {
         "PYTHONPATH": ":".join(map(str, paths)), "PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    here = pins.ROOT / "ci/engines"
-    command = [sys.executable, here / "forks.py", name, *(here / file for file in files(name, version))]
+    command = [sys.executable, pins.ROOT / "ci/engines/forks.py", name, *files(name, version)]
     return subprocess.run(command, cwd=pins.ROOT, env=environment, check=False).returncode == 0
 
 
