@@ -15,28 +15,35 @@ from collections.abc import Callable
 from pathlib import Path
 
 import model
+import ranks
 import torch
 import v4_model
-from report import each_once
 
 # By whose attention it is. index: ours, and our indexer. groups: ours, drafts in groups. layer: ours, and our
-# ops around it. whole: layer and index. hisparse: ours, and our kernels of HiSparse. mla_fp8_engines:
-# model.register, in every process.
+# ops around it. whole: layer and index. hisparse: ours, and our kernels of HiSparse. ranks: whole, by ranks
+# that have a part of the context each; theirs, direct: with the exchange that vLLM has by default, and with
+# its own over symmetric memory. mla_fp8_engines: model.register, in every process.
+_WHOLE = "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_layer_ops,mla_fp8_index_topk"
 VLLM_PLUGINS = {
     "stock": "mla_fp8_engines", "ours": "mla_fp8_engines,mla_fp8", "exact": "mla_fp8_engines,mla_fp8",
     "calls": "mla_fp8_engines,mla_fp8_flash_mla",
     "index": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_index_topk",
     "groups": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_query_groups",
     "layer": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_layer_ops",
-    "whole": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_layer_ops,mla_fp8_index_topk",
+    "whole": _WHOLE,
     "hisparse": "mla_fp8_engines,mla_fp8,mla_fp8_hisparse",
+    **dict.fromkeys(("ranks", "theirs", "direct"), f"{_WHOLE},mla_fp8_context_parallel"),
 }  # fmt: skip
+CONTEXT_PARALLEL = ("ranks", "theirs", "direct")
 ACCURACY_LENGTHS = (3000, 4100, 5200, 6000, 200, 2500)
 CONTEXT, FIRST_STEPS, DECODE_STEPS = 4096, 16, 48
 FIRST_TOKEN_PROMPT, FIRST_TOKEN_RUNS = 64, 60
 V4_CACHE = "dsv4"
-# The caches of other models than V3.2, and what these change.
-GLM = {"glm52": "fp8_ds_mla", "glm52_bf16": "bfloat16", "glm53": "fp8_ds_mla", "glm53_bf16": "bfloat16"}
+# The caches of other models than V3.2, and what these change; and of V3.2 on two GPUs.
+CACHES = {
+    "glm52": "fp8_ds_mla", "glm52_bf16": "bfloat16", "glm53": "fp8_ds_mla", "glm53_bf16": "bfloat16",
+    "two": "fp8_ds_mla", "two_bf16": "bfloat16",
+}  # fmt: skip
 CHANGES = {"glm52": model.GLM, "glm53": model.GLM_POOLS}
 HOST_GIB, HOT_GPU_BYTES = 2, 96 << 20  # HiSparse: the GPU has less than the rows of all prompts
 
@@ -46,7 +53,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--who", choices=VLLM_PLUGINS, required=True, help="whose attention")
     p.add_argument("--heads", type=int, default=128)
-    p.add_argument("--kv", default="fp8_ds_mla", help=f"cache; {V4_CACHE}, {', '.join(GLM)}: of that model")
+    p.add_argument(
+        "--kv", default="fp8_ds_mla", help=f"cache; {V4_CACHE}, {', '.join(CACHES)}: of that model"
+    )
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--budget", type=int, default=2048, help="tokens of a step: longer prompts come in chunks")
     p.add_argument("--seqs", type=int, default=16)
@@ -58,6 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--logprobs", action="store_true", help="take them besides what is timed")
     p.add_argument("--first-token", action="store_true", help="time short prompts instead of taking logprobs")
     p.add_argument("--context", type=int, default=CONTEXT, help="tokens of a prompt that is timed")
+    p.add_argument("--loaded", type=int, nargs="*", default=[], help="time prompts of so many, not computed")
     p.add_argument("--hot-rows", type=int, default=0, help="HiSparse with a hot buffer of so many")
     p.add_argument("--same-bits", action="store_true", help="the engine's switch for them")
     p.add_argument("--new", type=int, default=48)
@@ -68,7 +78,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def longest(args: argparse.Namespace) -> int:
-    return max(model.MAX_LENGTH, args.context + model.MAX_LENGTH // 2)
+    return max(model.MAX_LENGTH, max(args.loaded, default=args.context) + model.MAX_LENGTH // 2)
+
+
+def on_two(args: argparse.Namespace) -> bool:
+    return args.kv.startswith("two")
 
 
 def options(args: argparse.Namespace, folder: str) -> dict:
@@ -94,8 +108,23 @@ def options(args: argparse.Namespace, folder: str) -> dict:
         own["async_scheduling"] = False
     if not args.eager:
         own["compilation_config"] = {"cudagraph_capture_sizes": capture}
-    if args.kv in GLM:
-        own["kv_cache_dtype"] = GLM[args.kv]
+    if args.kv in CACHES:
+        own["kv_cache_dtype"] = CACHES[args.kv]
+    if on_two(args):
+        own |= {"tensor_parallel_size": 2, "worker_extension_cls": "ranks.Worker"}
+    if args.who in CONTEXT_PARALLEL:
+        own["decode_context_parallel_size"] = 2
+        own["dcp_comm_backend"] = "a2a" if args.who == "direct" else "ag_rs"
+    if args.loaded:  # nobody computes these prompts: the ranks fill their caches
+        rows = max(args.batches) * longest(args) // own.get("decode_context_parallel_size", 1)
+        row, key = ranks.layouts()
+        of_token = row.bytes_per_token + key.bytes_per_entry
+        own["kv_cache_memory_bytes"] = int(1.1 * rows * of_token * args.layers)
+        own["enable_prefix_caching"] = False
+        own["kv_transfer_config"] = {
+            "kv_connector": "DecodeBenchConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"startup_fill": True, "fill_mean": 0.0},
+        }  # fmt: skip
     if args.kv.startswith("glm53"):  # else vLLM expects layers of linear attention
         own["hf_overrides"] = {"layer_types": ["full_attention"] * args.layers}
     if args.kv == V4_CACHE:  # its layer knows vLLM's backends only; warm-up is for kernels that are replaced
@@ -160,7 +189,17 @@ def logprobs(llm, args: argparse.Namespace) -> dict:
             ]
             for o in outputs
         ]
+    if on_two(args):
+        result["logprobs_as_prompts"] = as_prompts(llm, outputs, args.new)
     return result
+
+
+def as_prompts(llm, outputs: list, new: int) -> list[list[float]]:
+    """The logprobs of the ``new`` tokens that were generated, as ends of prompts."""
+    ids = [{"prompt_token_ids": [*o.prompt_token_ids, *o.outputs[0].token_ids]} for o in outputs]
+    found = generate(llm, ids, 1, prompt_logprobs=1)
+    steps = [list(zip(o.prompt_token_ids, o.prompt_logprobs, strict=True))[-new:] for o in found]
+    return [[step[token].logprob for token, step in each] for each in steps]
 
 
 def rows_found_and_loaded(llm) -> list[int]:
@@ -194,24 +233,14 @@ def turn(args: argparse.Namespace):
 
 
 def kernels(run) -> collections.Counter:
-    """Of each kernel in ``run()``: (name, "us") is its microseconds, as `report.each_once` counts them;
-    (name, "n") is its launches, (name, "graph") those of them in CUDA graphs, whose kernels have one number.
-    """
+    """What `ranks.counted` counts of the kernels in ``run()``."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    on_gpu = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    times = each_once((e.name[:200], e.time_range.start, e.time_range.end) for e in on_gpu)
-    launches = collections.Counter(e.name[:200] for e in on_gpu)
-    of_call = collections.Counter(e.id for e in on_gpu)
-    in_graphs = collections.Counter(e.name[:200] for e in on_gpu if of_call[e.id] > 1)
-    found = collections.Counter({(name, "us"): us for name, us in times.items()})
-    found.update({(name, "n"): n for name, n in launches.items()})
-    found.update({(name, "graph"): n for name, n in in_graphs.items()})
-    return found
+    return ranks.counted(ranks.on_gpu(profiler))
 
 
 def timed(llm, args: argparse.Namespace) -> dict:
@@ -236,6 +265,26 @@ def timed(llm, args: argparse.Namespace) -> dict:
         one["decode"] = per(long, DECODE_STEPS)
         result[str(batch)] = one
         print("TIMED", batch, round(sum(us for us, *_ in one["decode"].values())), "us a step", flush=True)
+    return result
+
+
+def timed_loaded(llm, args: argparse.Namespace) -> dict:
+    """Decode steps of the first rank behind contexts that nobody has computed. Each has all requests."""
+    if min(llm.collective_rpc("mla_fp8_fill")) < 2 * args.layers:
+        raise RuntimeError("fewer caches were filled than the layers have")
+    result: dict[str, dict] = {"timed": {}, "step_us": {}}
+    for number, context in enumerate(args.loaded):
+        for batch in args.batches:
+            ids = prompts([context] * batch, seed=100 + number)
+            generate(llm, ids, FIRST_STEPS)
+            short = ranks.kernels(llm, lambda ids=ids: generate(llm, ids, FIRST_STEPS))
+            long = ranks.kernels(llm, lambda ids=ids: generate(llm, ids, FIRST_STEPS + DECODE_STEPS))
+            long.subtract(short)
+            name = f"{batch} x {context}"
+            result["step_us"][name] = long.pop(("", "span")) / DECODE_STEPS
+            result["timed"][name] = {"decode": per(long, DECODE_STEPS)}
+            us = sum(us for us, *_ in result["timed"][name]["decode"].values())
+            print("TIMED", name, f"{us:.0f} us of kernels, {result['step_us'][name]:.0f} a step", flush=True)
     return result
 
 
@@ -289,7 +338,12 @@ def run(args: argparse.Namespace) -> dict:
     if not args.multiprocessing:
         result["selected"] = selected(llm)
         print("SELECTED", *result["selected"], flush=True)
-    if args.batches:
+    if on_two(args) and len(set(weights := llm.collective_rpc("mla_fp8_weights"))) < 2:
+        raise RuntimeError(f"two ranks have the same weights: {weights}")
+    if args.loaded:
+        with turn(args):
+            result |= timed_loaded(llm, args)
+    elif args.batches:
         result |= logprobs(llm, args) if args.logprobs else {}
         with turn(args):
             result["timed"] = timed(llm, args)
@@ -321,7 +375,12 @@ def write_result(run: Callable[[argparse.Namespace], dict], args: argparse.Names
 
 def main() -> None:
     args = parse()
+    args.multiprocessing |= on_two(args)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(args.multiprocessing))
+    os.environ[ranks.EXACT] = str(int(args.who == "exact" and args.multiprocessing))
+    os.environ[ranks.EXCHANGE] = "vllm" if args.who in ("theirs", "direct") else ""
+    for name in ("Q_GATHER", "KV_GATHER"):  # they need multicast
+        os.environ[f"VLLM_USE_DIRECT_DCP_{name}"] = "0"
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(args.same_bits))
     os.environ["VLLM_PLUGINS"] = VLLM_PLUGINS[args.who]
     os.environ[model.V4] = str(int(args.kv == V4_CACHE))

@@ -11,6 +11,7 @@ code 1 if an engine failed, FlashMLA was called where it should not be, or logpr
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -109,6 +110,8 @@ def run_step(name: str, site: Path, results: Path) -> dict[str, dict]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        with contextlib.suppress(ProcessLookupError):  # an engine's other processes may outlive it
+            os.killpg(process.pid, signal.SIGKILL)
         path = results / f"{case_name}.json"
         ended = {
             "ok": False,

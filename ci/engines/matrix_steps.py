@@ -73,6 +73,8 @@ SGLANG_PARTS = (*PARTS[:2], *PARTS[-3:])
 LONG = (
     "--layers", "6", "--seqs", "32", "--budget", "4096", "--context", "65536", "--batches", "8",
 )  # fmt: skip
+# Two ranks have as many keys each of 512 K as four have of 1 M.
+LOADED = ("--seqs", "8", "--loaded", "131072", "524288", "--batches", "1", "8")
 STEPS = {
     "smoke": Step("two engines with 16 heads, eager", sides(16, more=("--eager", "--layers", "2"))),
     "accuracy": Step("graphs, FP8, 16 and 128 heads, and exact attention", sides(16, 128, who=ALL)),
@@ -309,6 +311,14 @@ STEPS = {
         sides(16, **SGLANG, more=TWO)
         + sides(32, **SGLANG_V4, more=TWO)
         + (Case("exact", 32, "sglang_v4", ("--eager", *TWO), "eager", SGLANG["script"]),),
+    ),
+    "ranks": Step(
+        "context parallel on two GPUs, 128 heads: decode of long contexts with our exchange, with both of "
+        "vLLM's, and without; logprobs beside exact attention",
+        sides(128, kv="two", who=("whole", "ranks", "theirs", "direct"), more=LOADED, label="speed")
+        + sides(128, kv="two", who=("whole", "ranks"))
+        + sides(128, kv="two_bf16", who=("ranks", "exact")),
+        270,
     ),
     "parallel": Step(
         "tensor parallel on two GPUs, 32 heads",

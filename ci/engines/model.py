@@ -9,6 +9,7 @@ import types
 import zlib
 from pathlib import Path
 
+import ranks
 import torch
 import v4_model
 
@@ -25,6 +26,7 @@ def register() -> None:
     without_cutedsl()
     random_weights()
     name_triton_kernels()
+    ranks.replace()
     if os.environ.get(V4) == "1":
         v4_model.register()
 
@@ -66,15 +68,20 @@ def write_config(
     if "index_kpool" in config:
         config["mlp_layer_types"] = ["dense"] * layers
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    own = folder / f"config.{os.getpid()}"  # engines of a step write the same file
+    own.write_text(json.dumps(config, indent=1))
+    own.replace(folder / "config.json")
 
 
 @torch.no_grad()
 def fill(param: torch.Tensor, name: str, seen: collections.Counter) -> None:
     """A weight that keeps the variance. It depends on its name and shape alone, so that all engines have the
-    same model; ``seen`` counts the weights that share both.
+    same model; ``seen`` counts the weights that share both. A rank's part depends on the rank, too.
     """
     key = (name, () if name.endswith("attn_sink") else tuple(param.shape))
+    shard = shard_of(param)
+    if shard is not None and shard.tp_rank > 0:
+        key = (*key, shard.tp_rank)
     g = torch.Generator(device=param.device).manual_seed(zlib.crc32(f"{key}{seen[key]}".encode()))
     seen[key] += 1
     if name.endswith("attn_sink"):  # padded to as many heads as the kernel takes: the same for each
@@ -89,9 +96,18 @@ def fill(param: torch.Tensor, name: str, seen: collections.Counter) -> None:
         if param.shape[0] == VOCABULARY:  # the embedding comes first, then the output layer
             is_head = seen[key] > 1 or name.startswith("lm_head")
             std = _HEAD_GAIN / param.shape[-1] ** 0.5 if is_head else 1.0
+        elif hasattr(shard, "num_embeddings"):
+            std = _HEAD_GAIN / param.shape[-1] ** 0.5 if "LMHead" in type(shard).__name__ else 1.0
         for part in param.data.view(-1, param.shape[-1]).split(4096):
             noise = torch.randn(part.shape, dtype=torch.float32, device=param.device, generator=g)
             part.copy_(noise * std)
+
+
+def shard_of(param: torch.Tensor):
+    """The layer of vLLM of whose weight a rank has this part, or None."""
+    layer = getattr(getattr(param, "weight_loader", None), "__self__", None)
+    whole = getattr(layer, "tp_size", 1) == 1 or type(layer).__name__ == "ReplicatedLinear"
+    return None if whole else layer
 
 
 def is_filled(param: torch.Tensor) -> bool:

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 
 import parts
 
-WRITES_ROWS = ("layer", "whole")  # who of engine.py
+WRITES_ROWS = ("layer", "whole", "ranks")  # who of engine.py
 TOPK = 2047  # tokens behind which an indexer has a choice
 MOST_OF_STOCK = 1.1  # mean difference of logprobs to exact attention
 OF_EXACT_ROWS = {  # by a cache: the same model over bf16 rows
     "fp8_ds_mla": "bfloat16", "glm52": "glm52_bf16", "sglang": "sglang_bf16", "sglang_pages": "sglang_bf16",
+    "two": "two_bf16",
 }  # fmt: skip
 # Error of V4's layer where prompts are rows of bf16: docs/notebook/engines.md has the reason.
 MOST_OF_STOCK_ROWS, ROWS_FROM_HEADS = 1.15, 64
@@ -87,7 +88,8 @@ def table(found: dict[str, dict], shown: set[str]) -> str:
     layers = {name: result["v4"] for name, result in ran.items() if "v4" in result}
     ran = {name: result for name, result in ran.items() if name not in layers}
     parts_of_it = [
-        _engines(ran, shown), _steps(ran, shown), _first_tokens(ran, shown), _v4(layers)
+        _engines(ran, shown), _steps(ran, shown), _whole_steps(ran, shown), _first_tokens(ran, shown),
+        _v4(layers),
     ]  # fmt: skip
     return "\n\n".join(filter(None, parts_of_it))
 
@@ -112,7 +114,10 @@ def _engines(ran: dict[str, dict], shown: set[str]) -> str:
     return "\n".join(lines)
 
 
-ORDER = ("stock", "ours", "calls", "groups", "index", "layer", "whole", "hisparse", "exact")
+ORDER = (
+    "stock", "ours", "calls", "groups", "index", "layer", "whole", "ranks", "theirs", "direct", "hisparse",
+    "exact",
+)  # fmt: skip
 
 
 def runs(ran: dict[str, dict]) -> dict[str, dict[str, dict]]:
@@ -135,7 +140,10 @@ def steps(ran: dict[str, dict]) -> Iterable[tuple[str, dict, dict[str, parts.Ste
         first = next(iter(sides.values()))
         for batch, one in first["timed"].items():
             for phase in one:
-                what = {"phase": phase, "requests": batch, "context": first.get("context", 4096)}
+                requests, _, context = batch.partition(" x ")
+                what = {
+                    "phase": phase, "requests": requests, "context": context or first.get("context", 4096)
+                }  # fmt: skip
                 found = {
                     who: parts.Step(sides[who]["timed"][batch][phase], sides[who]["layers"])
                     for who in sorted(sides, key=ORDER.index)
@@ -157,6 +165,14 @@ def _steps(ran: dict[str, dict], shown: set[str]) -> str:
     return "\n\n".join(tables)
 
 
+def _whole_steps(ran: dict[str, dict], shown: set[str]) -> str:
+    lines = ["| microseconds of a decode step, from kernel to kernel | requests and contexts |", "|---|---|"]
+    for name in sorted(shown & set(ran)):
+        if each := ran[name].get("step_us"):
+            lines.append(f"| {name} | {', '.join(f'{what}: {us:.0f}' for what, us in each.items())} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
 def _first_tokens(ran: dict[str, dict], shown: set[str]) -> str:
     lines = ["| milliseconds to the first token | median | least |", "|---|---|---|"]
     for name in sorted(shown & set(ran)):
@@ -170,6 +186,7 @@ MODELS = {
     "fp8_ds_mla": "V3.2",
     "glm52": "GLM-5.2",
     "glm53": "GLM-5.3-Flash",
+    "two": "V3.2, two GPUs",
     "dsv4": "V4",
     "sglang": "V3.2",
     "sglang_pages": "V3.2, FP8 pages",
@@ -247,6 +264,17 @@ def _wrong_with_hot_rows(name: str, result: dict, found: dict[str, dict]) -> lis
     return wrong
 
 
+def _wrong_with_ranks(name: str, result: dict) -> list[str]:
+    """Each of the three launches of an exchange once a layer."""
+    wrong = []
+    for batch, phases in result.get("timed", {}).items():
+        for launch in ("gather_queries", "exchange_states", "exchange_scores"):
+            number = sum(n for kernel, (_, n, _) in phases["decode"].items() if launch in kernel)
+            if round(number) != result["layers"]:
+                wrong.append(f"{name}, {batch}: {launch} ran {number:g} times, expected {result['layers']}")
+    return wrong
+
+
 def problems(found: dict[str, dict]) -> list[str]:
     wrong = []
     for name, result in found.items():
@@ -265,15 +293,20 @@ def problems(found: dict[str, dict]) -> list[str]:
             wrong.append(f"{name}: no rows of 288 bytes")
         if name.startswith(("index-", "whole-")):
             wrong += _wrong_with_indexer(name, result)
+        if name.startswith("ranks-"):
+            wrong += _wrong_with_ranks(name, result)
         if not name.startswith(("stock-", "exact-")):
             exact = exact_of(name, found)
             _, _, engine = name.partition("-")
-            other = stock_of(engine)
+            other = f"whole-{engine}" if name.startswith("ranks-") else stock_of(engine)
             stock = found.get(other) or found.get(_without_options(other), {})
             of_stock = exact if name.startswith(WRITES_ROWS) else exact_of(other, found)
             distances = difference(result, *exact), difference(stock, *of_stock)
             if None not in distances and distances[0] > MOST_OF_STOCK * distances[1]:
-                wrong.append(f"{name}: {distances[0]:.4f} to exact attention, stock is at {distances[1]:.4f}")
+                whose = other.partition("-")[0]
+                wrong.append(
+                    f"{name}: {distances[0]:.4f} to exact attention, {whose} is at {distances[1]:.4f}"
+                )
     ran = {name: result for name, result in found.items() if result["ok"]}
     wrong += [
         f"{who}-{label}, {what['phase']}, {what['requests']} x {what['context']}: {problem}"
