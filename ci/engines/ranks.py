@@ -11,10 +11,6 @@ from report import each_once
 # Of an engine's processes, in their environment: whose attention, and whose exchange.
 EXACT, EXCHANGE = "MLA_FP8_ENGINE_IS_EXACT", "MLA_FP8_ENGINE_EXCHANGE"
 PAGES_AT_ONCE = 1 << 10
-    128,
-    512,
-    528,
-)  # ends of FP8 values, and of the scales behind those of a row
 
 
 class Worker:
