@@ -21,8 +21,8 @@ PARTS = {
     "inputs of a step": (
         "_prepare_", "slot_mapping", "block_table", "_post_update", "req_to_token", "metadata", "seqlen",
         "seq_lens", "_expand_idx_mapping", "_expand_page", "embed", "position", "_local_seq", "write_req",
-        "swa_meta", "compute_swa_indices", "_apply_write", "_zero_kv_blocks", "_token_request_mapping",
-        "compute_.*_loc", r"\balloc_(decode|extend)",
+        "swa_meta", "compute_swa_?indices", "_apply_write", "_zero_kv_blocks", "_token_request_mapping",
+        "compute_.*_loc", r"\balloc_(decode|extend)", "prepare_uniform",
     ),
     "indexer": (
         "mqa_logits", "index_scan", "index_merge", "index_logits", "gather_indexer", "topk_?unified",

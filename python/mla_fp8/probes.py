@@ -1,6 +1,7 @@
 """What another package must have for us: named things with the parameters that we pass, compared in both
 directions where we take its place. An installed version is probed, never looked up."""
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -63,6 +64,7 @@ def why_not_override(theirs: type, ours: type) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=256)  # hooks ask in each call
 def parameters(function: Callable[..., Any]) -> list[str] | None:
     """The names of its parameters; None if it takes any."""
     try:

@@ -91,6 +91,8 @@ def test_an_entry_that_is_not_understood_changes_nothing(tmp_path):
         ("CorrectAttnCPOutKernel", "exchange of ranks"),
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096>)", "exchange of ranks"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096>)", "communication"),
+        ("ComputeSWAIndicesAndLensKernel", "inputs of a step"),
+        ("PrepareUniformDecodeKernel", "inputs of a step"),
         ("a_kernel_of_nobody", "rest"),
     ],
 )

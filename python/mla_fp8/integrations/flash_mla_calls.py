@@ -174,12 +174,7 @@ def around(original: Callable[..., Any], hook: Callable[..., Any]) -> Callable[.
 
 
 def _by_name(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(_names(function), args, strict=False)) | options
-
-
-@functools.cache
-def _names(function: Callable[..., Any]) -> list[str]:
-    return probes.parameters(function) or []
+    return dict(zip(probes.parameters(function) or (), args, strict=False)) | options
 
 
 def _layout(q: Tensor, k_cache: Tensor, kv_format: str | None) -> KVLayout | None:
