@@ -45,11 +45,15 @@ def right(found: dict[str, list[Row]]) -> str:
     return "/".join(str(sum(int(row[what]) for row in scores)) for what in ("right", "asked"))
 
 
-def speed(runs: list[Row], run: int) -> str:
-    row = runs[run] if run < len(runs) else {}
-    if not row.get("tokens_per_s"):
+def speed(row: Row, stock: Row) -> str:
+    """Tokens/s of decode and of prompts; of others than stock as parts of stock's."""
+    pairs = [(row.get(what), stock.get(what)) for what in ("tokens_per_s", "prompt_tokens_per_s")]
+    if not all(mine and theirs for mine, theirs in pairs):
         return ""
-    return f"{float(row['tokens_per_s']):,.0f} ({float(row['first_token_ms']):.0f})"
+    return "; ".join(
+        f"{float(mine):,.0f}" if row is stock else f"{float(mine) / float(theirs):.2f}"
+        for mine, theirs in pairs
+    )
 
 
 def table() -> str:
@@ -61,7 +65,8 @@ def table() -> str:
         scores = ", ".join(dict.fromkeys(map(right, engines.values())))  # one, if all are equal
         name = label(kind)
         for run in range(max(len(engine[""]) for engine in engines.values())):
-            speeds = [speed(engines[who][""], run) if who in engines else "" for who in NAMES]
+            rows = {who: engine[""][run] for who, engine in engines.items() if run < len(engine[""])}
+            speeds = [speed(rows.get(who, {}), rows.get("stock", {})) for who in NAMES]
             lines.append([f"{name}, again" if run else name, scores, *speeds])
     return markdown(["cache", "right", *NAMES.values()], lines)
 
