@@ -89,6 +89,7 @@ def test_an_entry_that_is_not_understood_changes_nothing(tmp_path):
         ("_expand_pools_and_append_tail_kernel", "indices"),
         ("mla_fp8::gpu::(anonymous namespace)::exchange_states_kernel(...)", "exchange of ranks"),
         ("CorrectAttnCPOutKernel", "exchange of ranks"),
+        ("vllm::direct_dcp::increment_epoch_kernel(long*)", "exchange of ranks"),
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096>)", "exchange of ranks"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096>)", "communication"),
         ("ComputeSWAIndicesAndLensKernel", "inputs of a step"),
