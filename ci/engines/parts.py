@@ -10,7 +10,7 @@ PARTS = {
     "hyper-connections": ("mhc", r"\bhc_", "_hc_", "sinkhorn", "prenorm_gemm"),
     "exchange of ranks": (
         "gather_queries", "exchange_(states|scores)", "merge_topk", "merge_partial", "correct_attn_cp",
-        "direct_dcp", "nccl.*(gather|scatter|send)",
+        "direct_dcp", "lse_combine", "dispatch_output_lse", "signal_kernel", "nccl.*(gather|scatter|send)",
     ),
     "experts": ("moe", "expert", "topk_gating", "grouped_topk", "align_block"),
     "sampling": (
