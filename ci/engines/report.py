@@ -261,6 +261,8 @@ def _wrong_with_hot_rows(name: str, result: dict, found: dict[str, dict]) -> lis
             wrong.append(f"{name}: from token {first} on, prompt {i} has others than in {other}")
     if not result.get("found_and_loaded", (0, 1))[1]:
         wrong.append(f"{name}: no row was loaded")
+    if bool(calls(result, "mla_fp8.resolve_hot_rows")) != name.startswith("hisparse-"):
+        wrong.append(f"{name}: resolve_hot_rows was called {calls(result, 'mla_fp8.resolve_hot_rows')} times")
     return wrong
 
 

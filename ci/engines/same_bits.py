@@ -18,7 +18,6 @@ import collections
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -163,14 +162,9 @@ def batches(generate: Generate, forget: Callable[[], Any]) -> dict[str, dict[str
     def among_others() -> list[tuple]:
         return generate(others[:12] + ids + others[12:])[12 : 12 + len(ids)]
 
-    want = alone()
-    runs = {"alone, cached": alone(), "8 together": generate(ids), "32 together": among_others()}
-    forget()
-    runs["32 together, nothing cached"] = among_others()
-    forget()
-    runs["alone, nothing cached"] = alone()
-    found = {}
-    for name, got in runs.items():
+    want, found = alone(), {}
+
+    def compare(name: str, got: list[tuple]) -> None:
         pairs = list(zip(got, want, strict=True))
         differences = [
             abs(x - y) for a, b in pairs for t, u, x, y in zip(a[0], b[0], a[1], b[1], strict=True) if t == u
@@ -179,6 +173,15 @@ def batches(generate: Generate, forget: Callable[[], Any]) -> dict[str, dict[str
             "tokens": sum(a[0] == b[0] for a, b in pairs), "logprobs": sum(a == b for a, b in pairs),
             "of": len(pairs), "largest": max(differences, default=0.0),
         }  # fmt: skip
+        show({"batches": {name: found[name]}})  # a run that is cut off has these
+
+    compare("alone, cached", alone())
+    compare("8 together", generate(ids))
+    compare("32 together", among_others())
+    forget()
+    compare("32 together, nothing cached", among_others())
+    forget()
+    compare("alone, nothing cached", alone())
     return found
 
 
@@ -208,9 +211,13 @@ def of_sglang(args: argparse.Namespace, folder: Path) -> dict:
         return [(tuple(t for _, t, *_ in x), tuple(p for p, *_ in x)) for x in steps]
 
     found = batches(generate, llm.flush_cache)
-    saved = [json.loads(path.read_text()) for path in Path(os.environ[sglang_engine.WATCH]).iterdir()]
-    ops = {kind: x for each in saved for kind, x in each.items()}  # one process attends
-    return {"batches": found, "ops": ops}
+    return {"batches": found, "ops": saved(Path(os.environ[sglang_engine.WATCH]))}
+
+
+def saved(folder: Path) -> dict[str, dict[str, float]]:
+    """What `watch` wrote into the folder: one process attends."""
+    each = [json.loads(path.read_text()) for path in folder.iterdir()]
+    return {kind: x for one in each for kind, x in one.items()}
 
 
 def show(result: dict) -> None:
@@ -219,7 +226,8 @@ def show(result: dict) -> None:
     for name, x in result.get("batches", {}).items():
         print(
             f"{name:36s} {x['tokens']} of {x['of']} prompts have the tokens, {x['logprobs']} the logprobs of "
-            f"those alone; they differ by {x['largest']:.3g} at most"
+            f"those alone; they differ by {x['largest']:.3g} at most",
+            flush=True,
         )
 
 
@@ -240,7 +248,10 @@ def run_sglang(given: list[str]) -> tuple[bool, dict]:
 
     args = sglang_engine.parse(given)
     sglang_engine.set_environment(args)
-    os.environ[sglang_engine.WATCH] = tempfile.mkdtemp()
+    if SWITCH in sys.argv:
+        os.environ |= sglang_engine.SAME_BITS
+    os.environ[sglang_engine.WATCH] = str(args.out.with_suffix(".rows"))
+    Path(os.environ[sglang_engine.WATCH]).mkdir(exist_ok=True)
     sglang_engine.logprobs = of_sglang
     return engine.write_result(sglang_engine.run, args), json.loads(args.out.read_text())
 

@@ -44,6 +44,8 @@ V4_PREFILL_OVER_ROWS = {
 # In the environment of an engine's processes.
 WHO, CALLS, V4 = "MLA_FP8_ENGINE_WHO", "MLA_FP8_ENGINE_CALLS", model.V4
 WATCH = "MLA_FP8_ENGINE_WATCH"  # a folder, for same_bits.py
+# With the switch for the same bits: else DeepGEMM compiles a kernel for each shape of a batch.
+SAME_BITS = {"SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM": "0"}
 GRAPHS = (1, 2, 4, 8, 16, 32, 64, 128)
 PREFILL_GRAPHS = (256, 2048)
 CHUNK = 2048  # tokens of a step: longer prompts come in chunks
@@ -268,8 +270,7 @@ def set_environment(args: argparse.Namespace) -> None:
     os.environ["SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD"] = "0"
     # The other one, in Rust, is linked with the torch that SGLang names: with torch 2.11 it crashes.
     os.environ["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = "python"
-    if args.same_bits:  # else DeepGEMM compiles a kernel for each shape of a batch
-        os.environ["SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM"] = "0"
+    os.environ |= SAME_BITS if args.same_bits else {}
     os.environ[WHO], os.environ[CALLS] = args.who, tempfile.mkdtemp()
     os.environ[V4] = str(int(args.kv in V4_PREFILL_OVER_ROWS))
     if args.kv in V4_PREFILL_OVER_ROWS:

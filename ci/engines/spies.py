@@ -13,12 +13,13 @@ import torch
 
 CALLS = collections.Counter()
 _SAVED: list[Path] = []  # files that hold CALLS
+HOST_ROWS = "resolve_hot_rows", "resolve_hot_rows_out", "copy_host_rows", "_copy_rows_at"
 OURS = [
     f"{op}{form}"
     for op in ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window",
                "index_topk", "index_topk_ragged", "index_topk_blocks", "index_topk_ragged_blocks")
     for form in ("", "_out")
-] + ["pool_index_k"]  # fmt: skip
+] + ["pool_index_k", *HOST_ROWS]  # fmt: skip
 INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
 POOLS = "vllm.models.glm5next.nvidia.sparse_indexer"  # has them by name, too
 LOGITS = "fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits"  # there, of DeepGEMM
