@@ -36,6 +36,8 @@ VLLM_PLUGINS = {
 }  # fmt: skip
 CONTEXT_PARALLEL = ("ranks", "theirs", "direct")
 ACCURACY_LENGTHS = (3000, 4100, 5200, 6000, 200, 2500)
+# With drafts, too: where --seqs is few, one begins beside the drafts of others, which are more or fewer.
+SHORT_LENGTHS = (7, 2, 5, 1, 3, 6)
 CONTEXT, FIRST_STEPS, DECODE_STEPS = 4096, 16, 48
 FIRST_TOKEN_PROMPT, FIRST_TOKEN_RUNS = 64, 60
 V4_CACHE = "dsv4"
@@ -170,7 +172,7 @@ def generate(llm, ids: list[dict], new: int, **sampling):
 
 
 def logprobs(llm, args: argparse.Namespace) -> dict:
-    ids = prompts(ACCURACY_LENGTHS, seed=7)
+    ids = prompts(ACCURACY_LENGTHS + (SHORT_LENGTHS if args.mtp else ()), seed=7)
     # Logprobs of a prompt are not computed for cached tokens, and not with speculation.
     wanted = None if args.mtp or args.repeat_prompts or args.hot_rows or args.same_bits else 1
     begin = time.time()

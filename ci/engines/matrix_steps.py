@@ -58,6 +58,7 @@ SGLANG_V41, SGLANG_V41_ROWS = SGLANG | {"kv": "sglang_v41"}, SGLANG | {"kv": "sg
 SGLANG_V41_LEVELS = SGLANG | {"kv": "sglang_v41_levels"}
 SGLANG_V41_ROWS_PAGES = SGLANG | {"kv": "sglang_v41_rows_pages"}
 TWO = ("--tensor-parallel", "2")
+UNEVEN = ("--mtp", "3", "--seqs", "6", "--eager")  # a prompt waits until another has ended
 # HiSparse: without the engines' switch for the same bits, logits and chosen rows change with the batch, and
 # prompts in a hot buffer's engine take other kernels.
 SAME_BITS = {"more": ("--same-bits",), "label": "same"}
@@ -140,9 +141,10 @@ STEPS = {
         sides(16, 128, more=("--mtp", "1")) + sides(16, 128, who=("ours",), more=("--mtp", "3")),
     ),
     "groups": Step(
-        "drafts as query groups: speculation of 3 tokens, 16 heads, graphs and eager",
+        "drafts as query groups: speculation of 3 tokens, 16 heads, graphs; eager, beside short prompts, and "
+        "exact attention",
         sides(16, who=("ours", "groups"), more=("--mtp", "3"))
-        + sides(16, who=("groups",), more=("--mtp", "3", "--eager")),
+        + tuple(Case(who, 16, more=UNEVEN, label="uneven") for who in ("ours", "groups", "exact")),
     ),
     "modes": Step(
         "eager, prefix caching, a process of its own, FlashMLA's calls alone",

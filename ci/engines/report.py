@@ -289,6 +289,8 @@ def problems(found: dict[str, dict]) -> list[str]:
             wrong.append(f"{name}: no prompt was cached")
         if name.startswith("groups-") and not calls(result, "in groups"):
             wrong.append(f"{name}: no drafts went as a group")
+        if name.startswith("groups-") and name.endswith("-uneven") and not calls(result, "in uneven groups"):
+            wrong.append(f"{name}: no drafts of unequal number went as a group")
         if name.endswith("-hot"):
             wrong += _wrong_with_hot_rows(name, result, found)
         if "_v41_rows" in name and not calls(result, "rows of 288 bytes"):

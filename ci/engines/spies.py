@@ -89,9 +89,18 @@ def _counted(label: str, function: Callable) -> Callable:
         _count(label)
         if options.get("query_groups", 1) > 1:
             _count(f"in groups: {label}")
+            if _uneven(options.get("query_start_loc")):
+                _count(f"in uneven groups: {label}")
         return function(*args, **options)
 
     return counted
+
+
+def _uneven(starts: torch.Tensor | None) -> bool:
+    """Whether requests have other numbers of queries; a graph's change with each replay."""
+    if starts is None or (starts.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return len(starts.diff().unique()) > 1
 
 
 def _count(label: str, many: int = 1) -> None:
