@@ -140,6 +140,9 @@ def invariant_shapes() -> Iterator[Shape]:
     for kind, (layout, topk, page_size, extra) in itertools.product((None, *short), widths):
         for heads, batch in itertools.product(HEADS, batches if kind is None else (1, 8, 32, 128)):
             yield Shape(layout, heads, batch, topk, page_size, extra, rows=kind)
+    for heads, batch in itertools.product(HEADS, (1, 8, 32, 128)):  # whose splits are fixed
+        yield Shape("bf16", heads, batch, 2048)
+        yield Shape("dsv41", heads, batch, 128, 256, 512, extra_layout="dsv41_fp4")
 
 
 @functools.cache

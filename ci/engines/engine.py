@@ -20,9 +20,10 @@ import torch
 import v4_model
 
 # By whose attention it is. index: ours, and our indexer. groups: ours, drafts in groups. layer: ours, and our
-# ops around it. whole: layer and index. hisparse: ours, and our kernels of HiSparse. ranks: whole, by ranks
-# that have a part of the context each; theirs, direct: with the exchange that vLLM has by default, and with
-# its own over symmetric memory. mla_fp8_engines: model.register, in every process.
+# ops around it. whole: layer and index. hisparse: ours, and our kernels of HiSparse. same: ours, and vLLM's
+# switch for the same bits. ranks: whole, by ranks that have a part of the context each; theirs, direct: with
+# the exchange that vLLM has by default, and with its own over symmetric memory. mla_fp8_engines:
+# model.register, in every process.
 _WHOLE = "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_layer_ops,mla_fp8_index_topk"
 VLLM_PLUGINS = {
     "stock": "mla_fp8_engines", "ours": "mla_fp8_engines,mla_fp8", "exact": "mla_fp8_engines,mla_fp8",
@@ -31,7 +32,7 @@ VLLM_PLUGINS = {
     "groups": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_query_groups",
     "layer": "mla_fp8_engines,mla_fp8,mla_fp8_flash_mla,mla_fp8_layer_ops",
     "whole": _WHOLE,
-    "hisparse": "mla_fp8_engines,mla_fp8,mla_fp8_hisparse",
+    "hisparse": "mla_fp8_engines,mla_fp8,mla_fp8_hisparse", "same": "mla_fp8_engines,mla_fp8",
     **dict.fromkeys(("ranks", "theirs", "direct"), f"{_WHOLE},mla_fp8_context_parallel"),
 }  # fmt: skip
 CONTEXT_PARALLEL = ("ranks", "theirs", "direct")
@@ -76,7 +77,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--turns", type=Path, help="folder: wait until --of engines are ready, then one at a time")
     p.add_argument("--of", type=int, default=1)
     p.add_argument("--repeat-prompts", action="store_true", help="each prompt again: prefix caching")
-    return p.parse_args(arguments)
+    args = p.parse_args(arguments)
+    args.same_bits |= args.who == "same"
+    return args
 
 
 def longest(args: argparse.Namespace) -> int:
@@ -92,7 +95,7 @@ def options(args: argparse.Namespace, folder: str) -> dict:
     own = {
         "model": folder, "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "kv_cache_dtype": args.kv, "max_model_len": longest(args), "max_num_batched_tokens": args.budget,
-        "max_num_seqs": args.seqs, "enforce_eager": args.eager, "gpu_memory_utilization": 0.15,
+        "max_num_seqs": args.seqs, "enforce_eager": args.eager, "gpu_memory_utilization": 0.05,
         "enable_prefix_caching": bool(args.batches) or args.repeat_prompts, "seed": 0, "max_logprobs": 20,
         "disable_log_stats": True, "kv_cache_memory_bytes": (8 if args.batches else 3) << 30,
         "tensor_parallel_size": args.tensor_parallel,

@@ -81,6 +81,11 @@ STEPS = {
     "accuracy": Step("graphs, FP8, 16 and 128 heads, and exact attention", sides(16, 128, who=ALL)),
     "speed16": Step("kernel times, 16 heads, batches to 128", sides(16, more=SPEED, label="speed")),
     "speed128": Step("kernel times, 128 heads, batches to 128", sides(128, more=SPEED, label="speed")),
+    "same_bits_speed": Step(
+        "kernel times without and with VLLM_BATCH_INVARIANT=1, 16 heads, batches to 128",
+        sides(16, who=("ours", "same"), more=SPEED, label="speed"),
+        280,
+    ),
     "layer16": Step(
         "where a step's time goes, 16 heads: with our ops around attention, and our indexer besides",
         sides(16, who=ALL_OF_A_STEP, more=PARTS, label="speed"),

@@ -115,8 +115,8 @@ def _engines(ran: dict[str, dict], shown: set[str]) -> str:
 
 
 ORDER = (
-    "stock", "ours", "calls", "groups", "index", "layer", "whole", "ranks", "theirs", "direct", "hisparse",
-    "exact",
+    "stock", "ours", "same", "calls", "groups", "index", "layer", "whole", "ranks", "theirs", "direct",
+    "hisparse", "exact",
 )  # fmt: skip
 
 
@@ -295,7 +295,7 @@ def problems(found: dict[str, dict]) -> list[str]:
             wrong += _wrong_with_hot_rows(name, result, found)
         if "_v41_rows" in name and not calls(result, "rows of 288 bytes"):
             wrong.append(f"{name}: no rows of 288 bytes")
-        if name.startswith(("index-", "whole-")):
+        if name.startswith(("index-", "whole-", "same-")):
             wrong += _wrong_with_indexer(name, result)
         if name.startswith("ranks-"):
             wrong += _wrong_with_ranks(name, result)
