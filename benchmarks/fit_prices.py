@@ -81,15 +81,14 @@ def problem(core: ModuleType, x: Forced) -> dict[str, int]:
 
 def fitted(core: ModuleType, measured: list[Forced]) -> np.ndarray:
     """The prices of one row; those of work that no plan has are 0."""
-    terms = np.array(
+    work = np.array(
         [core.work(x.kernel, x.schedule, x.cta_heads, x.splits, **problem(core, x)) for x in measured]
-    )
+    ).T
     us = np.array([x.us for x in measured])
-    *work, others = terms.T
     prices, used = np.zeros(len(work)), [i for i, column in enumerate(work) if column.any()]
     while used:
         matrix = np.stack([work[i] for i in used], 1) / us[:, None]
-        found = np.linalg.lstsq(matrix, (us - others) / us, rcond=None)[0]
+        found = np.linalg.lstsq(matrix, np.ones(len(us)), rcond=None)[0]
         if (found >= 0).all():
             prices[used] = found
             break

@@ -32,7 +32,9 @@ constexpr int64_t kMaxSplitQueries = int64_t{1} << 20, kMaxWalkQueries = int64_t
 constexpr int64_t kKeysOfInvariantFew = 320, kKeysOfInvariantMany = 576;
 
 Plan plan_in_any_batch(Op op, const SparseAttentionParams& p, int num_sms) {
-  if (const auto segments = plan_segments(op, p, num_sms)) return *segments;
+  const Priced segments = op == Op::kDecode ? cheapest(p, num_sms, Schedule::kSegments, Schedule::kRuns)
+                                            : cheapest(p, num_sms, Schedule::kSegments);
+  if (segments.us < 1e30) return segments.plan;
   const int heads = p.num_q_heads;
   const bool few = heads <= 16;
   const Kernel kernel = few || is_bf16(p) ? Kernel::kFewHeads : Kernel::kManyHeads;
@@ -61,50 +63,41 @@ bool walks(const SparseAttentionParams& p, int num_sms) {
   const int most = !fp8 ? 1 : p.layouts().is_mixed() || p.has_entry_pages ? 4 : 16;
   return octets <= most && p.num_tokens * octets > enough * num_sms && walk_variant(p);
 }
-// Returns whether bf16_tiles takes the call: bf16 rows, or pairs of CTAs with more than 64 heads, which
-// convert FP8 rows for each other. With fewer tiles of bf16 rows than half the SMs, other kernels share a
-// query among SMs. Tiles of neighbours with all their entries gain sooner. Up to 16 heads leave most rows of
-// a tile empty: they pay with two queries an SM, until 8 heads walk.
-constexpr int64_t kTilesOfFewRows = 2;
-bool bf16_tiles_fit(const SparseAttentionParams& p, int num_sms) {
-  const bool pair = !is_bf16(p) && p.num_q_heads > 64 && !p.has_entry_pages &&
-                    find_variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts());
-  const bool few_rows =
-      p.num_tokens >= kTilesOfFewRows * num_sms && (p.num_q_heads > 8 || !walks(p, num_sms));
-  const bool bf16 = is_bf16(p) && (neighbours_share_keys(p) || p.num_q_heads > 16 || few_rows);
-  if (pair) return num_tiles(p) > num_sms;
-  const int enough = !p.has_entry_pages || p.num_q_heads > 16 ? 2 : p.num_q_heads > 8 ? 4 : 6;
-  return bf16 && enough * num_tiles(p) >= num_sms;
+// bf16_tiles over FP8 rows needs two CTAs of a query, which convert rows for each other, and no entry pages.
+bool runs(const Variant& v, const SparseAttentionParams& p) {
+  return v.kernel != Kernel::kBf16Tiles || is_bf16(p) || (p.num_q_heads > 64 && !p.has_entry_pages);
 }
-// Returns whether decode may take bf16_tiles: not with 17 to 32 heads. Pairs over FP8 rows do not skip
-// invalid keys: with wide rows full queries gain less than short contexts lose.
-constexpr int64_t kMostKeysOfPairs = 896;
-bool decodes_in_tiles(const SparseAttentionParams& p) {
-  if (!is_bf16(p) && !p.layouts().is_mixed() && num_keys(p) > kMostKeysOfPairs) return false;
-  return p.num_q_heads > 32 || p.num_q_heads <= 16;
-}
-
-// Over two layouts 9 to 16 heads walk in decode only above this many waves: one CTA a query is faster up to
-// there.
-constexpr int64_t kWavesBeforePairsWalk = 2;
-bool walks_in_decode(const SparseAttentionParams& p, int num_sms) {
-  return !p.layouts().is_mixed() || ceil_div(p.num_q_heads, kOctet) != 2 ||
-         p.num_tokens > kWavesBeforePairsWalk * num_sms;
+// Returns whether bf16_tiles takes the call. Its CTAs over FP8 rows do not skip invalid keys: in decode of
+// wide rows full queries gain less than short contexts lose. With fewer tiles of bf16 rows than half the SMs,
+// other kernels share a query among SMs. Tiles of neighbours with all their entries gain sooner. Up to 16
+// heads leave most rows of a tile empty: they pay with two queries an SM, until 8 heads walk. Decode of 17 to
+// 32 heads gains nothing.
+constexpr int64_t kTilesOfFewRows = 2, kMostKeysOfPairs = 896;
+bool takes_bf16_tiles(bool prefills, const SparseAttentionParams& p, int num_sms) {
+  const int heads = p.num_q_heads;
+  const Variant* const v = find_variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts());
+  if (!v || !runs(*v, p)) return false;
+  if (!is_bf16(p))
+    return num_tiles(p) > num_sms && (prefills || p.layouts().is_mixed() || num_keys(p) <= kMostKeysOfPairs);
+  const bool few_rows = p.num_tokens >= kTilesOfFewRows * num_sms && (heads > 8 || !walks(p, num_sms));
+  const int enough = !p.has_entry_pages || heads > 16 ? 2 : heads > 8 ? 4 : 6;
+  return (prefills || heads > 32 || heads <= 16) && (neighbours_share_keys(p) || heads > 16 || few_rows) &&
+         enough * num_tiles(p) >= num_sms;
 }
 
 // Prefill with batch_invariant takes decode's plan, so a query has the same bits in a prompt and in a step.
-Priced plan_sm90(Op op, const SparseAttentionParams& p, int num_sms) {
+Plan plan_sm90(Op op, const SparseAttentionParams& p, int num_sms) {
   const bool prefills = op == Op::kPrefill && !p.batch_invariant;
   if (p.num_tokens >= (prefills ? kMaxWalkQueries : kMaxSplitQueries))
-    return {plan_portable(p, {.major = 9, .num_sms = num_sms})};
-  if (p.batch_invariant) return {plan_in_any_batch(op, p, num_sms)};
-  if ((prefills || decodes_in_tiles(p)) && bf16_tiles_fit(p, num_sms))
-    return {{variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts()), 1, num_sms}};
+    return plan_portable(p, {.major = 9, .num_sms = num_sms});
+  if (p.batch_invariant) return plan_in_any_batch(op, p, num_sms);
+  if (takes_bf16_tiles(prefills, p, num_sms))
+    return {variant(Kernel::kBf16Tiles, Schedule::kWalk, 64, p.layouts()), 1, num_sms};
   if (prefills && p.has_entry_pages)
     if (const auto tiles = plan_entry_tiles(p, num_sms)) return *tiles;
-  if ((prefills || walks_in_decode(p, num_sms)) && walks(p, num_sms)) return {{*walk_variant(p), 1, num_sms}};
-  if (p.num_tokens < kMaxSplitQueries) return plan_split(p, num_sms);
-  return {{variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layouts())}};
+  if (walks(p, num_sms)) return {*walk_variant(p), 1, num_sms};
+  if (p.num_tokens < kMaxSplitQueries) return plan_split(p, num_sms).plan;
+  return {variant(Kernel::kManyHeads, Schedule::kSplit, 64, p.layouts())};
 }
 
 // True on a GPU with kernels of its own, as far as these are built. Other GPUs, and problems that these do
@@ -117,11 +110,6 @@ bool has_own_kernels(const SparseAttentionParams& p, const Gpu& gpu) {
 #else
   return false;
 #endif
-}
-
-// bf16_tiles over FP8 rows needs two CTAs of a query, which convert rows for each other, and no entry pages.
-bool runs(const Variant& v, const SparseAttentionParams& p) {
-  return v.kernel != Kernel::kBf16Tiles || is_bf16(p) || (p.num_q_heads > 64 && !p.has_entry_pages);
 }
 
 // ---- queries that share keys ----------------------------------------------------------------------------
@@ -143,7 +131,7 @@ const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) 
 }
 // Replaces a plan for some of the queries by one launch for all.
 Plan plan_alone(const Plan& plan, const SparseAttentionParams& p, const Gpu& gpu) {
-  return plan.queries > 0 ? cheapest_split(p, gpu.num_sms).plan : plan;
+  return plan.queries > 0 ? cheapest(p, gpu.num_sms, Schedule::kSplit).plan : plan;
 }
 
 std::optional<Sharing> make_sharing(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
@@ -156,31 +144,25 @@ std::optional<Sharing> make_sharing(Op op, const SparseAttentionParams& p, const
   if (of_tile < kFullEnough * static_cast<double>(shape.queries.tile)) return {};
   SparseAttentionParams without_room = p;
   without_room.workspace_floats = 0;  // the lists take it
-  const Priced own = plan_sm90(op, without_room, gpu.num_sms);
-  Sharing best{.tiles = {*v}, .alone = plan_alone(own.plan, p, gpu)};
-  const Variant& alone = own.plan.variant;
-  const double alone_us =
-      alone.schedule == Schedule::kSplit
-          ? own.us - std::max(own.price->of.byte_ps - kSeenPsPerByte, 0.0) * 1e-6 * bytes_of_keys(p)
-          : us_of(p, price_of(alone, reads_of(p)), own.plan, gpu.num_sms);
+  const Plan own = plan_alone(plan_sm90(op, without_room, gpu.num_sms), p, gpu);
+  const double alone_us = us_of(p, own, Reads::kAlone, gpu.num_sms);
+  Sharing best{.tiles = {*v}, .alone = own};
   const auto us_of_tiles = [&](double new_keys) {  // `new_keys`: keys of a tile, in those of one query
     SparseAttentionParams tiles = p;
     tiles.num_tokens = shape.num_tiles, tiles.num_q_heads = v->heads;
     for (KvScope& scope : tiles.scopes)
       scope.topk = static_cast<int64_t>(static_cast<double>(scope.topk) * new_keys);
-    return us_of(tiles, price_of(*v, Reads::kLists), best.tiles, gpu.num_sms);
+    return us_of(tiles, best.tiles, Reads::kLists, gpu.num_sms);
   };
   const double lists_us = p.shared_keys ? 0.0 : us_of_lists(p, gpu.num_sms);
-  if (us_of_tiles(1 + kLikelyNew * (of_tile - 1)) + kEmptyLaunchUs + lists_us >=
-      kMostOfQueriesAlone * alone_us)
-    return {};
+  if (us_of_tiles(1 + kLikelyNew * (of_tile - 1)) + kEmptyLaunchUs + lists_us >= alone_us) return {};
   for (best.most_shared = 256; best.most_shared > 16; best.most_shared -= 8)
     if (us_of_tiles(best.most_shared / 256.0 * of_tile) <= kMostOfAlone * alone_us) break;
   return best;
 }
 
 Plan make_plan(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
-  return has_own_kernels(p, gpu) ? plan_sm90(op, p, gpu.num_sms).plan : plan_portable(p, gpu);
+  return has_own_kernels(p, gpu) ? plan_sm90(op, p, gpu.num_sms) : plan_portable(p, gpu);
 }
 
 int64_t find_workspace(Op op, const SparseAttentionParams& p, const Gpu& gpu) {
@@ -296,7 +278,7 @@ std::optional<Sharing> forced_sharing(const WantedKernel& wanted, const SparseAt
   const Variant* const v = variant_of_lists(p, gpu);
   if (!v || wanted.kernel != name(v->kernel) || wanted.heads < v->heads) return {};
   return Sharing{.tiles = forced_plan(wanted, p, gpu),
-                 .alone = plan_alone(plan_sm90(Op::kPrefill, p, gpu.num_sms).plan, p, gpu)};
+                 .alone = plan_alone(plan_sm90(Op::kPrefill, p, gpu.num_sms), p, gpu)};
 }
 
 Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu) { return remembered<make_plan>(op, p, gpu); }

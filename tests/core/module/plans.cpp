@@ -92,28 +92,15 @@ void bind_plans(py::module_& m) {
       },
       "kernel"_a, "schedule"_a, "cta_heads"_a, "splits"_a = 1, "producers"_a = 0, py::kw_only(), "layout"_a,
       "heads"_a, "compute_major"_a = 9, "extra_layout"_a = -1);
-  // What each price of a forced plan is multiplied by, in the order of Price::Of; and us that have no price.
+  // What each price of a forced plan is multiplied by, in the order of Price::Of.
   m.def(
       "work",
       [](const std::string& kernel, const std::string& schedule, int cta_heads, int splits, int layout,
          int64_t queries, int heads, int64_t keys, int64_t extra_keys, int num_sms, int extra_layout) {
-        using gpu::model::Price;
         const auto p = problem(layout, extra_layout, queries, heads, keys, extra_keys, false, false);
-        auto plan = gpu::forced_plan({kernel, schedule, cta_heads, splits, 0}, p, {9, num_sms});
-        const auto reads = gpu::model::reads_of(p);
-        constexpr double Price::Of::* kPrices[] = {
-            &Price::Of::wave_us, &Price::Of::key_ns,  &Price::Of::byte_ps, &Price::Of::cluster_us,
-            &Price::Of::run_us,  &Price::Of::wait_us, &Price::Of::leave_us};
-        const Price free{plan.variant.kernel, plan.variant.schedule, cta_heads, reads, {}};
-        const double others_us = gpu::model::us_of(p, free, plan, num_sms);
-        std::vector<double> work;
-        for (const auto price : kPrices) {
-          Price one = free;
-          one.of.*price = 1;
-          work.push_back(gpu::model::us_of(p, one, plan, num_sms) - others_us);
-        }
-        work.push_back(others_us);
-        return work;
+        const auto plan = gpu::forced_plan({kernel, schedule, cta_heads, splits, 0}, p, {9, num_sms});
+        const auto w = gpu::model::work_of(p, plan, num_sms);
+        return std::vector{w.waves, w.keys * 1e-3, w.bytes * 1e-6, w.merges, w.runs, w.left};
       },
       "kernel"_a, "schedule"_a, "cta_heads"_a, "splits"_a, py::kw_only(), "layout"_a, "queries"_a, "heads"_a,
       "keys"_a, "extra_keys"_a = 0, "num_sms"_a = 132, "extra_layout"_a = -1);
