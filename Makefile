@@ -18,6 +18,10 @@ CXX_SOURCES = $(shell git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' '*.hip')
 .PHONY: help demo demo-all test test-op test-all test-slow test-slow-cpu headers machine hip-tests engines fuzz lint format bench docs \
   generate wheel install-test build build-cpu clean
 
+# A process that imports torch takes 1.5 seconds of a CPU where its bytecode was kept, else 3.5. Images of Python say
+# that none be written, and uv writes none.
+unexport PYTHONDONTWRITEBYTECODE
+
 # ---- every day. Minutes are of two idle cores with nothing compiled yet, .venv not counted.
 
 help:  ## this list
