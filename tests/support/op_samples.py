@@ -1,6 +1,7 @@
 """A valid small call of every op, for the tests that hold for all of them. A new op adds a row to SAMPLES."""
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 import pool_cases
@@ -368,6 +369,7 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
     return [x for x in values if isinstance(x, Tensor)]
 
 
+@cache  # torch lists those of all its ops, in 50 ms
 def schemas() -> dict[str, torch.FunctionSchema]:
     """Of torch.ops.mla_fp8, by name."""
     found = (s for s in torch._C._jit_get_all_schemas() if s.name.startswith("mla_fp8::"))
