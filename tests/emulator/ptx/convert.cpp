@@ -9,11 +9,6 @@ namespace emulator::ptx {
 
 namespace {
 
-// Of `x` a multiple of 2^exponent, ties to even.
-double to_multiple(double x, int exponent) {
-  return std::ldexp(std::nearbyint(std::ldexp(x, -exponent)), exponent);
-}
-
 template <class T>
 uint64_t to_integer(float x, bool down) {  // saturating; NaN is 0
   if (std::isnan(x)) return 0;
@@ -43,16 +38,15 @@ void each_pair(Warp& w, const Instruction& i, F f) {  // of two registers; the f
 }
 
 uint8_t float_to_e4m3(float x) {  // satfinite
-  const uint8_t sign = std::signbit(x) ? 128 : 0;
-  if (std::isnan(x)) return 0x7f;
-  const double magnitude = std::fabs(static_cast<double>(x));
-  if (magnitude >= 464.0) return sign | 0x7e;  // 448 and what rounds to it or beyond
-  const int exponent = magnitude < 0x1p-6 ? -6 : std::ilogb(magnitude);
-  double rounded = to_multiple(magnitude, exponent - 3);
-  if (rounded > 448.0) rounded = 448.0;
-  if (rounded < 0x1p-6) return sign | static_cast<uint8_t>(rounded * 0x1p9);
-  const int e = std::ilogb(rounded);
-  return sign | static_cast<uint8_t>((e + 7) * 8 + static_cast<int>(std::ldexp(rounded, 3 - e)) - 8);
+  const uint32_t bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff, sign = bits >> 24 & 128;
+  if (magnitude > 0x7f800000) return 0x7f;
+  const float size = std::bit_cast<float>(magnitude);
+  if (size >= 464.0f) return static_cast<uint8_t>(sign | 0x7e);  // 448 and what rounds to it or beyond
+  // Multiples of 2^-9 below 2^-6: the sum rounds to one. Above, three bits of the mantissa, ties to even.
+  const uint32_t code = size < 0x1p-6f
+                            ? std::bit_cast<uint32_t>(size + 0x1p14f) - std::bit_cast<uint32_t>(0x1p14f)
+                            : (magnitude + 0x7ffff + (magnitude >> 20 & 1) - (uint32_t{127 - 7} << 23)) >> 20;
+  return static_cast<uint8_t>(sign | code);
 }
 
 template <class From>
@@ -71,14 +65,11 @@ Handler to(const std::string& type) {
 
 }  // namespace
 
-float e4m3_to_float(uint8_t x) {
-  static const auto values = [] {
-    std::array<float, 256> all;
-    for (uint32_t i = 0; i < 256; ++i) all[i] = from_e4m3(i, false);
-    return all;
-  }();
-  return values[x];
-}
+const std::array<float, 256> kE4m3Values = [] {
+  std::array<float, 256> all;
+  for (uint32_t i = 0; i < 256; ++i) all[i] = from_e4m3(i, false);
+  return all;
+}();
 
 Handler find_conversion(const Opcode& opcode, const Operands&, Instruction&) {
   if (opcode[0] != "cvt") return nullptr;

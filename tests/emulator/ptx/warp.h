@@ -1,5 +1,6 @@
 #pragma once
 // The state of warps, CTAs and clusters, and what instructions do to the lanes of a warp.
+#include <array>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -202,7 +203,8 @@ char* at_generic(Warp& warp, int lane, uint64_t address, size_t bytes);
 
 inline uint32_t float_to_f16(float x) { return x != x ? 0x7fff : to_f16(x); }
 inline uint32_t float_to_bf16(float x) { return x != x ? 0x7fff : to_bf16(x); }
-float e4m3_to_float(uint8_t x);  // from a table (convert.cpp)
+extern const std::array<float, 256> kE4m3Values;  // convert.cpp
+inline float e4m3_to_float(uint8_t x) { return kE4m3Values[x]; }
 
 // ---- one file each --------------------------------------------------------------------------------------
 
