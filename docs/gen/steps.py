@@ -27,6 +27,7 @@ WHO = {
     "stock": "FlashMLA",
     "ours": "mla_fp8",
     "calls": "mla_fp8",
+    "index": "+ index_topk",
     "layer": "+ layer ops",
     "whole": "+ index_topk",
 }
