@@ -262,8 +262,8 @@ def index_topk_ragged_blocks(device: str, size: Size = SIZE) -> Call:
 
 def topk_to_slots(device: str, size: Size = SIZE) -> Call:
     positions = torch.arange(-1, size.topk - 1, dtype=torch.int32, device=device).repeat(size.num_tokens, 1)
-    table = ints([[2, 0], [1, -1]], device)
-    return (positions, table), {"page_size": PAGE_SIZE, "next_n": size.num_tokens, "group_size": 2}
+    options = {"page_size": PAGE_SIZE, "next_n": size.num_tokens, "group_size": 2}
+    return (positions, ints([[2, 0], [1, -1]], device)), options
 
 
 def resolve_hot_rows(device: str, size: Size = SIZE) -> Call:
@@ -281,10 +281,9 @@ def resolve_hot_rows(device: str, size: Size = SIZE) -> Call:
 
 def copy_host_rows(device: str, size: Size = SIZE) -> Call:
     rows = torch.randperm(NUM_PAGES * PAGE_SIZE, device=device)[: size.num_tokens]
-    pages = {"host_page_size": PAGE_SIZE, "hot_page_size": PAGE_SIZE}
-    host = kv_cache("cpu")
-    tensors = (host if device == "cpu" else host.pin_memory(), kv_cache(device))
-    return (*tensors, torch.arange(len(rows), device=device) - 1, rows), pages | {"layout": LAYOUT}
+    options = {"host_page_size": PAGE_SIZE, "hot_page_size": PAGE_SIZE, "layout": LAYOUT}
+    host = kv_cache("cpu") if device == "cpu" else kv_cache("cpu").pin_memory()
+    return (host, kv_cache(device), torch.arange(len(rows), device=device) - 1, rows), options
 
 
 def store_host_rows(device: str, size: Size = SIZE) -> Call:
@@ -395,8 +394,7 @@ def op_call(name: str, device: str) -> tuple[tuple, dict]:
                 poison = {torch.float8_e4m3fn: 448, torch.uint8: 0xA5}.get(result.dtype, 1 << 30)
                 options = options | {argument.name: result.clone().fill_(poison)}
         assert next(results, None) is None
-        known = {argument.name for argument in schemas()[name].arguments}
-        options = {key: value for key, value in options.items() if key in known}
+        options = {a.name: options[a.name] for a in schemas()[name].arguments if a.name in options}
         if functional.startswith("index_topk") and device == "cuda":
             options["workspace"] = index_workspace(tensors, options, device)
     return tensors, options
