@@ -22,7 +22,9 @@ REGISTER = {"vllm": hisparse.register_vllm, "sglang": hisparse.register_sglang}
 
 
 class Op(SimpleNamespace):
-    """As torch has a compiled op: its schema names its parameters."""
+    """As torch has a compiled op: its schema names its parameters, and a cache may hold it."""
+
+    __hash__ = object.__hash__
 
     def __init__(self, ours, calls) -> None:
         names = [SimpleNamespace(name=name) for name in inspect.signature(ours).parameters]
