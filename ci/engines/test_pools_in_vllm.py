@@ -161,6 +161,7 @@ def test_prompts_decode_and_drafts_in_a_life_of_requests(monkeypatch):
         ([(0, 203, 4), (1, 42, 1), (2, 0, 60)], {}),
         ([(0, 207, 1), (2, 60, 2), (1, 43, 3)], {"wrong": 2, "padding": 1}),
         ([(1, 44, 1), (0, 208, 5), (2, 62, 3)], {}),
+        ([(2, 65, 1), (0, 213, 1), (1, 45, 1)], {}),
     ]
     done = {}
     for batch, options in steps:

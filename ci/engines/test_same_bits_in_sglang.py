@@ -138,16 +138,13 @@ def test_v32_chooses_by_index_topk_in_prompts(kind, pool):
     }[kind]  # fmt: skip
     q, weights = padded(problem)
     options = {"offsets": offsets if kind == "rows of a copy" else None, "unfused": kind == "positions"}
-    got = dsa_indexer.Indexer._get_topk_ragged(
-        Indexer(problem.index_cache),
-        False,
-        None,
-        0,
-        q,
-        weights,
-        metadata(problem, row_lens, starts, **options),
-    )
+    made = metadata(problem, row_lens, starts, **options)
+    arguments = Indexer(problem.index_cache), False, None, 0, q, weights, made
+    got = dsa_indexer.Indexer._get_topk_ragged(*arguments)
     assert torch.equal(got[:-2], want) and (got[-2:] == -1).all()
+    room = torch.full((len(q) + 3, TOPK), -7, dtype=torch.int32)  # rows for a graph that has more
+    assert dsa_indexer.Indexer._get_topk_ragged(*arguments, room) is room
+    assert torch.equal(room[: len(q)], got) and (room[len(q) :] == -7).all()
 
 
 @pytest.mark.parametrize("prompts", [False, True])

@@ -74,7 +74,10 @@ def get_topk_ragged(
             self, enable_dual_stream, forward_batch, layer_id, q_fp8, weights, metadata, topk_result
         )
     chosen = _choose(self, layer_id, q_fp8, weights, metadata, metadata.attn_metadata.cu_seqlens_q)
-    return chosen if topk_result is None else topk_result.copy_(chosen)
+    if topk_result is None:
+        return chosen
+    topk_result[: len(chosen)] = chosen  # SGLang's tensor may have more rows, which pad
+    return topk_result
 
 
 def _why_not(indexer: Any, q: Tensor) -> str | None:

@@ -33,14 +33,16 @@ MODULE = "vllm.models.glm5next.nvidia.sparse_indexer"
 _METADATA = "vllm.v1.attention.backends.mla.indexer"
 _BREAKS = "vllm.compilation.breakable_cudagraph"
 _LAYOUT, _POOL, _ONE_PAGE = INDEX_LAYOUTS["index_fp8"], 4, 1 << 24  # tokens of a request: all in one page
+_MOST_ALIKE = 8  # rows of each request that index_topk takes without looking for where requests begin
 
 
 class Requests(NamedTuple):
-    """Of a step; all int32."""
+    """Of a step; tensors are int32."""
 
     query_start_loc: Tensor  # [requests + 1]
     start_pos: Tensor  # [requests]: the position of a request's first row
     state_slots: Tensor  # [requests]: its block of the tail cache, -1 for none
+    most_rows: int  # of a request
 
     def fill(self, metadata: Any, ring: int) -> None:
         """From positions and slots of the tail's metadata."""
@@ -66,7 +68,8 @@ def around_build(
             most = max(requests, self.vllm_config.scheduler_config.max_num_seqs)
             buffers = torch.empty((2, most), dtype=torch.int32, device=made.slot_mapping.device)
             self.mla_fp8_buffers = buffers
-        found = Requests(common_attn_metadata.query_start_loc[: requests + 1], *buffers[:, :requests])
+        starts = common_attn_metadata.query_start_loc[: requests + 1]
+        found = Requests(starts, *buffers[:, :requests], common_attn_metadata.max_query_len)
         found.fill(made, self.kv_cache_spec.block_size)
         made.mla_fp8_requests = found
     return made
@@ -128,6 +131,7 @@ def _choose(given: dict[str, Any], own: Any, requests: Requests) -> Tensor:
     pages, n = given["kv_cache"].unsqueeze(-2), len(own.slot_mapping)
     starts, page_size, topk = requests.query_start_loc, pages.shape[1], given["topk_tokens"] // _POOL
     number = len(starts) - 1
+    all_alike = n == number * requests.most_rows <= number * _MOST_ALIKE
     if not given["skip_k_cache_insert"]:
         ring = given["tail_kv_cache"]
         pool_index_k(
@@ -139,7 +143,8 @@ def _choose(given: dict[str, Any], own: Any, requests: Requests) -> Tensor:
     lens, workspace = vllm_indexer._scratch(n, topk, out.device, captured=True)
     torch.ops.mla_fp8.index_topk_out(
         given["q_quant"][:n], given["weights"][:n], pages, own.block_table[:number], own.seq_lens[:number],
-        layout=_LAYOUT.id, page_size=page_size, topk=topk, query_start_loc=starts, compress_ratio=_POOL,
+        layout=_LAYOUT.id, page_size=page_size, topk=topk, compress_ratio=_POOL,
+        query_start_loc=None if all_alike else starts, next_n=requests.most_rows if all_alike else 1,
         out_positions=pools, out_slots=None, out_lens=lens, workspace=workspace,
         counters=counters(out.device),
     )  # fmt: skip
