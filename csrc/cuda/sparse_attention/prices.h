@@ -35,8 +35,8 @@ struct Price {
   }
 };
 
-// Kernel, schedule, heads, rows; us per wave, ns per key, ps per byte; us per merge in a cluster, per run, per
-// result left; us of cold code with FP8 values and with bf16 values.
+// Kernel, schedule, heads, rows; us per wave, ns per key, ps per byte; us per merge in a cluster, per run,
+// per result left; us of cold code with FP8 values and with bf16 values.
 inline constexpr Price kPrices[] = {
     {Kernel::kFewHeads, Schedule::kSplit, 8, Reads::kFp8, {6.6, 11.8, 0.14, 1.2}, {-0.2, 1.5}},
     {Kernel::kFewHeads, Schedule::kSplit, 8, Reads::kBf16, {7.6, 17.3, 0.14, 0.8}},
