@@ -10,11 +10,11 @@ namespace mla_fp8::cpu {
 
 namespace {
 
-constexpr int64_t kNone = -1;
+constexpr int32_t kNone = -1;
 
 struct Chosen {
   int32_t key;   // kNone: empty
-  int64_t slot;  // the slot that holds the entry, or kNone
+  int32_t slot;  // the slot that holds the entry, or kNone
 };
 
 // A hash table with open addressing, at most half full.
@@ -23,9 +23,9 @@ class Table {
   explicit Table(int64_t entries) {
     int64_t size = 2;
     while (size < 2 * entries) size *= 2;
-    places_.assign(size, {static_cast<int32_t>(kNone), kNone});
+    places_.assign(size, {kNone, kNone});
   }
-  void clear() { std::fill(places_.begin(), places_.end(), Chosen{static_cast<int32_t>(kNone), kNone}); }
+  void clear() { std::fill(places_.begin(), places_.end(), Chosen{kNone, kNone}); }
   // The place of the key, or the gap where it belongs.
   Chosen& at(int32_t key) {
     const uint64_t mask = places_.size() - 1;
@@ -42,9 +42,8 @@ class Table {
 
 struct Scratch {
   Table table;
-  std::vector<int32_t> keys;    // of the request's chosen entries; kNone: it has its answer
-  std::vector<int64_t> misses;  // where in `keys` each missed entry is chosen first
-  std::vector<bool> is_used;    // each slot
+  std::vector<int32_t> keys;  // of the request's chosen entries; kNone: it has its answer
+  std::vector<bool> is_used;  // each slot
   std::vector<int16_t> stale, used;
 };
 
@@ -61,7 +60,7 @@ int64_t look_up_slots(const ResolveHotRowsParams& p, int64_t state, Scratch& s) 
   const int16_t* order = p.hot_order + state * p.hot_order_stride;
   const int32_t* held = p.hot_entries + state * p.hot_entries_stride;
   s.is_used.assign(p.num_hot, false);
-  for (int64_t slot = p.num_hot; slot-- > 0;) {
+  for (int32_t slot = p.num_hot; slot-- > 0;) {
     Chosen* place = held[slot] < 0 ? nullptr : &s.table.at(held[slot]);
     if (!place || place->key != held[slot]) continue;
     place->slot = slot;
@@ -77,40 +76,40 @@ int64_t look_up_slots(const ResolveHotRowsParams& p, int64_t state, Scratch& s) 
 
 void resolve_request(const ResolveHotRowsParams& p, const PlainHotDivision& by, int64_t first, int64_t count,
                      int64_t request, int64_t state, Scratch& s) {
+  const HotTables tables = hot_tables(p, request, state);
   s.table.clear();
-  s.keys.clear(), s.misses.clear();
+  s.keys.clear();
   for (int64_t row = first; row < first + count; ++row)
     for (int64_t c = 0; c < p.topk; ++c) {
-      const HotEntry e = hot_entry(p, by, row, request, state, p.entries[row * p.entries_stride_row + c]);
+      const HotEntry e = hot_entry(p, by, tables, row, p.entries[row * p.entries_stride_row + c]);
       s.keys.push_back(e.key);
       if (e.key < 0) write_hot_row(p, by, row, c, e.row, true);
       else s.table.at(e.key) = {e.key, kNone};
     }
   const int64_t hits = look_up_slots(p, state, s);
   int32_t* held = p.hot_entries + state * p.hot_entries_stride;
-  int64_t misses = 0;
+  int32_t misses = 0;
   for (size_t i = 0; i < s.keys.size(); ++i) {
     const int64_t row = first + static_cast<int64_t>(i) / p.topk, column = static_cast<int64_t>(i) % p.topk;
     const int32_t key = s.keys[i];
     if (key < 0) continue;
     Chosen& place = s.table.at(key);
-    constexpr int64_t kLost = -2;  // its slot does not exist
+    constexpr int32_t kLost = -2;  // its slot does not exist
     if (place.slot == kNone) {
       // A state that another call has spoilt may have too few slots, or some that do not exist.
       const auto rank = static_cast<size_t>(misses);
       const int16_t victim = rank < s.stale.size() ? s.stale[rank] : static_cast<int16_t>(kNone);
       const bool exists = victim >= 0 && victim < p.num_hot;
-      place.slot = exists ? int64_t{victim} : kLost;
+      place.slot = exists ? int32_t{victim} : kLost;
       if (exists) held[victim] = key;
-      write_miss(p, by, first, misses++, p.by_entry ? host_row_of_entry(p, by, request, key) : key,
-                 exists ? hot_row_of_slot(p, by, request, state, victim) : -1);
+      write_miss(p, by, first, misses++, p.by_entry ? host_row_of_entry(p, by, tables, key) : key,
+                 exists ? hot_row_of_slot(p, by, tables, victim) : -1);
     }
-    write_hot_row(p, by, row, column,
-                  place.slot < 0 ? -1 : hot_row_of_slot(p, by, request, state, place.slot),
+    write_hot_row(p, by, row, column, place.slot < 0 ? -1 : hot_row_of_slot(p, by, tables, place.slot),
                   place.slot >= 0 && s.is_used[place.slot]);
   }
   int16_t* order = p.hot_order + state * p.hot_order_stride;
-  const auto loaded = s.stale.begin() + std::min(misses, static_cast<int64_t>(s.stale.size()));
+  const auto loaded = s.stale.begin() + std::min<int64_t>(misses, s.stale.size());
   order = std::copy(loaded, s.stale.end(), order);
   order = std::copy(s.stale.begin(), loaded, order);
   std::copy(s.used.begin(), s.used.end(), order);

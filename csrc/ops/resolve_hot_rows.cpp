@@ -1,5 +1,6 @@
 #include "ops/resolve_hot_rows.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "registration.h"
@@ -34,6 +35,7 @@ ResolveHotRowsParams checked_inputs(const Check& check, MLA_RESOLVE_HOT_ROWS_ARG
       .shape({states, num_hot})
       .last_dim_contiguous()
       .rows_disjoint();
+  check.that(rows <= kIntMax, "entries must have at most ", kIntMax, " rows, got ", rows);
   check.within(next_n, "next_n", 1, kMaxHotDrafts);
   check.that(num_hot <= kMaxHotRows, "hot_entries must have at most ", kMaxHotRows, " columns, got ",
              num_hot);
@@ -44,20 +46,21 @@ ResolveHotRowsParams checked_inputs(const Check& check, MLA_RESOLVE_HOT_ROWS_ARG
   check.within(hot_page_size, "hot_page_size", 1, kMaxPageSize);
   check.within(first_page, "first_page", 0, kIntMax);
 
+  const auto small = [](int64_t n) { return static_cast<int32_t>(std::min(n, kIntMax)); };
   ResolveHotRowsParams params{
-      .num_rows = rows,
-      .topk = topk,
-      .num_requests = states,
-      .num_states = states,
-      .num_hot = num_hot,
-      .next_n = next_n,
+      .num_rows = small(rows),
+      .topk = small(topk),
+      .num_requests = small(states),
+      .num_states = small(states),
+      .num_hot = small(num_hot),
+      .next_n = small(next_n),
       .entries = data<int32_t>(entries),
       .entries_stride_row = chosen.stride(0),
-      .host_page_size = host_page_size,
-      .num_host_rows = num_host_rows,
-      .first_page = first_page,
+      .host_page_size = small(host_page_size),
+      .num_host_rows = small(num_host_rows),
+      .first_page = small(first_page),
       .by_entry = by_entry,
-      .hot_page_size = hot_page_size,
+      .hot_page_size = small(hot_page_size),
       .hot_entries = mutable_data<int32_t>(hot_entries),
       .hot_entries_stride = held.stride(0),
       .hot_order = mutable_data<int16_t>(hot_order),
@@ -75,7 +78,7 @@ ResolveHotRowsParams checked_inputs(const Check& check, MLA_RESOLVE_HOT_ROWS_ARG
   };
   params.row_to_request = ints(row_to_request, "row_to_request", rows, &params.requests_are_int64);
   params.state_rows = static_cast<const int32_t*>(ints(state_rows, "state_rows", -1, nullptr));
-  if (state_rows) params.num_requests = state_rows->size(0);
+  if (state_rows) params.num_requests = small(state_rows->size(0));
   params.num_valid_rows = static_cast<const int32_t*>(ints(num_valid_rows, "num_valid_rows", 1, nullptr));
   params.entry_lens = ints(entry_lens, "entry_lens", rows, &params.lens_are_int64);
   check.that(!entry_lens || (next_n == 1 && hot_page_table), "entry_lens must be None ",
@@ -86,21 +89,21 @@ ResolveHotRowsParams checked_inputs(const Check& check, MLA_RESOLVE_HOT_ROWS_ARG
     params.host_pages = host_page_table->const_data_ptr();
     params.host_pages_are_int64 = t.is(ScalarType::Long);
     params.host_pages_stride = t.stride(0);
-    params.num_host_pages = t.size(1);
+    params.num_host_pages = small(t.size(1));
   }
   if (hot_page_table) {
     const Arg t = check_pages(check, *hot_page_table, "hot_page_table", entries, params.num_requests,
                               " requests", {ScalarType::Int});
     params.hot_pages = data<int32_t>(*hot_page_table);
     params.hot_pages_stride = t.stride(0);
-    params.num_hot_pages = t.size(1);
+    params.num_hot_pages = small(t.size(1));
   }
   if (resident_page_table) {
     const Arg t = check_pages(check, *resident_page_table, "resident_page_table", entries, states, " states",
                               {ScalarType::Int});
     params.resident_pages = data<int32_t>(*resident_page_table);
     params.resident_pages_stride = t.stride(0);
-    params.num_resident_pages = t.size(1);
+    params.num_resident_pages = small(t.size(1));
   }
   if (counters) {
     check(*counters, "counters")
