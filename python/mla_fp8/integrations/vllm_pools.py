@@ -69,7 +69,8 @@ def around_build(
             buffers = torch.empty((2, most), dtype=torch.int32, device=made.slot_mapping.device)
             self.mla_fp8_buffers = buffers
         starts = common_attn_metadata.query_start_loc[: requests + 1]
-        found = Requests(starts, *buffers[:, :requests], common_attn_metadata.max_query_len)
+        start_pos, state_slots = buffers[:, :requests]
+        found = Requests(starts, start_pos, state_slots, common_attn_metadata.max_query_len)
         found.fill(made, self.kv_cache_spec.block_size)
         made.mla_fp8_requests = found
     return made
