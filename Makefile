@@ -27,6 +27,9 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## this list
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
+# Parts run beside each other: a thread that spins while it waits takes a core from another part.
+demo demo-all test test-op test-slow test-slow-cpu fuzz install-test: export OMP_WAIT_POLICY = passive
+
 demo: build-demo  ## 2 min    a small model through every op on the CPU, each step checked against float64
 	$(BIN)/python -m mla_fp8 demo
 
@@ -64,7 +67,7 @@ lint format: export PATH := $(CURDIR)/$(BIN):$(PATH)
 # ---- parts of `test-all`
 
 test-slow: build  # on two threads each
-	$(KEEP_MEMORY) OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m "slow or gpu_library"
+	$(KEEP_MEMORY) OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "slow or gpu_library"
 
 test-slow-cpu: build-cpu  ## 4 min    slow tests of the CPU library
 	$(PYTEST) -m "slow and not gpu_library"
