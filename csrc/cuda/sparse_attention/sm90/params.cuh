@@ -80,6 +80,21 @@ struct KernelParams {
   __device__ int num_head_blocks() const { return static_cast<int>(head_blocks.divisor()); }
 };
 
+// Runs a CTA of a kernel: one thread makes the barriers by init(smem), all threads call fn(smem, warp, lane).
+// There is no code for other GPUs.
+template <class Init, class Fn>
+__device__ __forceinline__ void run_cta(Init&& init, Fn&& fn) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(128) uint8_t smem[];
+  const int thread = threadIdx.x, lane = thread % kWarpSize;
+  const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
+  if (thread == 0) {
+    init(smem);
+    mbarrier_init_fence();
+  }
+  fn(smem, warp, lane);
+#endif
+}
 // Ends a CTA that finds nothing to do. It is enough that one of these waits in end_grid().
 __device__ __forceinline__ void leave_grid(bool follows) {
   if (blockIdx.x == 0) end_grid(follows);

@@ -253,81 +253,71 @@ __device__ __forceinline__ void attend_to_runs(Consumer<C>& consumer, const type
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     few_heads_split_kernel(const __grid_constant__ KernelParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(128) uint8_t smem[];
-  const int thread = threadIdx.x, lane = thread % kWarpSize;
-  const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  if (thread == 0) {
-    Ring<C>{shared_address(smem)}.init();
-    mbarrier_init_fence();
-  }
-  Producers<C>::let_begin(warp);
-  begin_grid(params.follows);
-  typename C::Item w = C::Item::template find<C>(params, smem, warp, lane);
-  if (w.is_left_out(params)) return leave_grid(params.follows);
-  const auto merge = [&] {  // the warps that do not compute
-    merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
-    __syncwarp();
-    if (params.num_splits() > 1) {
-      cluster_sync_shared();  // sums are written
-      cluster_leave();        // sums are read: shared memory may go
-    }
-  };
-  if (Producers<C>::run_early(params, w, smem, warp - kConsumerWarps, lane)) {
-    merge();
-    return end_grid(params.follows);
-  }
-  Query<C> q;
-  survey_part<C>(params, w, smem, warp, lane, [&] {
-    if (warp < kConsumerWarps) q.load(params.p, w.query, w.first_head, warp, lane);
-  });
-  if constexpr (C::kFetchesEarly) {
-    if (warp >= kConsumerWarps) {
-      give_up_registers<C::kProducerRegisters>();
-      run_early<C>(params, w, smem, warp - kConsumerWarps, lane);
+  const auto init = [](uint8_t* smem) { Ring<C>{shared_address(smem)}.init(); };
+  run_cta(init, [&](uint8_t* smem, int warp, int lane) {
+    Producers<C>::let_begin(warp);
+    begin_grid(params.follows);
+    typename C::Item w = C::Item::template find<C>(params, smem, warp, lane);
+    if (w.is_left_out(params)) return leave_grid(params.follows);
+    const auto merge = [&] {  // the warps that do not compute
+      merge_stats<C>(params, w, smem, warp == kConsumerWarps, lane);
+      __syncwarp();
+      if (params.num_splits() > 1) {
+        cluster_sync_shared();  // sums are written
+        cluster_leave();        // sums are read: shared memory may go
+      }
+    };
+    if (Producers<C>::run_early(params, w, smem, warp - kConsumerWarps, lane)) {
       merge();
       return end_grid(params.follows);
     }
-  }
-  const KeySurvey survey = end_survey<C>(params, w, smem, warp, lane);
-
-  if (!C::kFetchesEarly && warp >= kConsumerWarps) {
-    Producers<C>::run(params, w, survey, smem, warp - kConsumerWarps, lane);
-    merge();
-  } else {
-    take_registers<C::kConsumerRegisters>();
-    Consumer<C> consumer(params, smem, warp, lane);
-    q.store(smem + MLA_SMEM(C, q), reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale)), warp, lane);
-    named_barrier(kBarrierQ, kConsumerThreads);
-    consumer.init();
-    if constexpr (C::kSegments) attend_to_runs(consumer, w);
-    else
-      for (int block = consumer.team(); block < w.num_blocks; block += C::kTeams) consumer.attend(block);
-    write_partials<C>(consumer, smem, warp, lane);
-    merge_teams<C>(params, w, smem, thread);
-    if (params.num_splits() > 1) {
-      __syncwarp();
-      cluster_sync_shared();
-      merge_splits<C>(params, w, smem, warp, lane);
-      __syncwarp();
-      cluster_leave();
+    Query<C> q;
+    survey_part<C>(params, w, smem, warp, lane, [&] {
+      if (warp < kConsumerWarps) q.load(params.p, w.query, w.first_head, warp, lane);
+    });
+    if constexpr (C::kFetchesEarly) {
+      if (warp >= kConsumerWarps) {
+        give_up_registers<C::kProducerRegisters>();
+        run_early<C>(params, w, smem, warp - kConsumerWarps, lane);
+        merge();
+        return end_grid(params.follows);
+      }
     }
-  }
-  end_grid(params.follows);
-#endif
+    const KeySurvey survey = end_survey<C>(params, w, smem, warp, lane);
+
+    if (!C::kFetchesEarly && warp >= kConsumerWarps) {
+      Producers<C>::run(params, w, survey, smem, warp - kConsumerWarps, lane);
+      merge();
+    } else {
+      take_registers<C::kConsumerRegisters>();
+      Consumer<C> consumer(params, smem, warp, lane);
+      q.store(smem + MLA_SMEM(C, q), reinterpret_cast<float*>(smem + MLA_SMEM(C, q_scale)), warp, lane);
+      named_barrier(kBarrierQ, kConsumerThreads);
+      consumer.init();
+      if constexpr (C::kSegments) attend_to_runs(consumer, w);
+      else
+        for (int block = consumer.team(); block < w.num_blocks; block += C::kTeams) consumer.attend(block);
+      write_partials<C>(consumer, smem, warp, lane);
+      merge_teams<C>(params, w, smem, threadIdx.x);
+      if (params.num_splits() > 1) {
+        __syncwarp();
+        cluster_sync_shared();
+        merge_splits<C>(params, w, smem, warp, lane);
+        __syncwarp();
+        cluster_leave();
+      }
+    }
+    end_grid(params.follows);
+  });
 }
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     few_heads_walk_kernel(const __grid_constant__ KernelParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(128) uint8_t smem[];
-  const int thread = threadIdx.x, lane = thread % kWarpSize;
-  const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  if (thread == 0) init_walk<C>(smem);
-  wait_for_previous_grid();
-  if (WalkItem<C>::has_any(params)) walk<C>(params, smem, warp, lane);
-#endif
+  run_cta(init_walk<C>, [&](uint8_t* smem, int warp, int lane) {
+    wait_for_previous_grid();
+    if (WalkItem<C>::has_any(params)) walk<C>(params, smem, warp, lane);
+  });
 }
 
 }  // namespace

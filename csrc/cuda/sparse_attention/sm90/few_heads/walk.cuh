@@ -155,12 +155,10 @@ class WalkFinish {
 
 // ---- a CTA ----------------------------------------------------------------------------------------------
 
-// One thread calls it.
 template <class C>
 __device__ __forceinline__ void init_walk(uint8_t* smem) {
   Ring<C>{shared_address(smem)}.init();
   for (int place = 0; place < C::kQueries; ++place) WalkSurveys<C>(smem, place).init();
-  mbarrier_init_fence();
 }
 // All threads call it, a barrier later.
 template <class C>

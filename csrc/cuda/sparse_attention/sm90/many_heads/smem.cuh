@@ -164,5 +164,13 @@ struct BlockExchange {
     }
   }
 };
+// Makes the barriers of all schedules, and those that one has besides.
+template <class C, class... Others>
+__device__ __forceinline__ void init_barriers(uint8_t* smem, const Others&... others) {
+  Ring<C>{shared_address(smem)}.init();
+  BlockExchange<C>(smem).init();
+  (others.init(), ...);
+  mbarrier_init(shared_address(smem) + MLA_SMEM(C, q_barrier), 1);
+}
 
 }  // namespace mla_fp8::gpu

@@ -12,15 +12,6 @@ struct Roles {
   using Values = SplitValues<C>;
 };
 
-// One thread calls it.
-template <class C>
-__device__ __forceinline__ void init_barriers(uint8_t* smem) {
-  Ring<C>{shared_address(smem)}.init();
-  BlockExchange<C>(smem).init();
-  mbarrier_init(shared_address(smem) + MLA_SMEM(C, q_barrier), 1);
-  mbarrier_init_fence();
-}
-
 // All threads call it, once the item is known.
 template <class C>
 __device__ __forceinline__ void attend_to_item(const KernelParams& params, typename C::Item& w, uint8_t* smem,
@@ -71,19 +62,16 @@ __device__ __forceinline__ void attend_to_item(const KernelParams& params, typen
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     many_heads_split_kernel(const __grid_constant__ KernelParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(128) uint8_t smem[];
-  const int thread = threadIdx.x, lane = thread % kWarpSize;
-  const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  if (thread == 0) init_barriers<C>(smem);
-  Producers<C>::let_begin(warp);
-  begin_grid(params.follows);
-  typename C::Item w;
-  w = C::Item::template find<C>(params, smem, warp, lane);
-  if (w.is_left_out(params)) return leave_grid(params.follows);
-  attend_to_item<C>(params, w, smem, warp, lane);
-  end_grid(params.follows);
-#endif
+  const auto init = [](uint8_t* smem) { init_barriers<C>(smem); };
+  run_cta(init, [&](uint8_t* smem, int warp, int lane) {
+    Producers<C>::let_begin(warp);
+    begin_grid(params.follows);
+    typename C::Item w;
+    w = C::Item::template find<C>(params, smem, warp, lane);
+    if (w.is_left_out(params)) return leave_grid(params.follows);
+    attend_to_item<C>(params, w, smem, warp, lane);
+    end_grid(params.follows);
+  });
 }
 
 }  // namespace mla_fp8::gpu

@@ -165,22 +165,9 @@ class WalkValues : BlockValues<C> {
   const int warp_in_cta_;
 };
 
+// All threads call it, a barrier after those of init_barriers are made.
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1)
-    many_heads_walk_kernel(const __grid_constant__ KernelParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(128) uint8_t smem[];
-  const int thread = threadIdx.x, lane = thread % kWarpSize;
-  const int warp = __shfl_sync(kFullWarp, thread / kWarpSize, 0);  // known to be uniform
-  if (thread == 0) {
-    Ring<C>{shared_address(smem)}.init();
-    BlockExchange<C>(smem).init();
-    WalkSurveys<C>(smem, 0).init(), QueryEnds<C>(smem).init();
-    mbarrier_init(shared_address(smem) + MLA_SMEM(C, q_barrier), 1);
-    mbarrier_init_fence();
-  }
-  wait_for_previous_grid();
-  if (!WalkItem<C>::has_any(params)) return;
+__device__ __forceinline__ void walk(const KernelParams& params, uint8_t* smem, int warp, int lane) {
   if (warp >= C::kFirstProducer) {
     run_walk_producers<C>(params, smem, warp - C::kFirstProducer, lane);
   } else if (warp >= kConsumerWarps) {
@@ -190,7 +177,18 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     take_registers<C::kValueRegisters>();
     WalkValues<C>(params, smem, warp, lane).run();
   }
-#endif
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    many_heads_walk_kernel(const __grid_constant__ KernelParams params) {
+  const auto init = [](uint8_t* smem) {
+    init_barriers<C>(smem, WalkSurveys<C>(smem, 0), QueryEnds<C>(smem));
+  };
+  run_cta(init, [&](uint8_t* smem, int warp, int lane) {
+    wait_for_previous_grid();
+    if (WalkItem<C>::has_any(params)) walk<C>(params, smem, warp, lane);
+  });
 }
 
 }  // namespace mla_fp8::gpu
