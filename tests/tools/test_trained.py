@@ -102,7 +102,9 @@ def test_engines_take_turns_in_rounds_and_nobody_waits_for_who_ended(tmp_path: P
 
 def test_a_step_on_the_gpu_is_the_difference_of_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     class Profiler:
-        """A run of `new` tokens: a prompt of 5 kernels, then steps of a graph of 3 and a copy; 10 us each."""
+        """A run of `new` tokens: a prompt of 5 kernels, then steps of a graph of 3 and a copy; 10 us each, of
+        which 2 beside the one before.
+        """
 
         def __init__(self, activities: list) -> None:
             pass
@@ -117,15 +119,18 @@ def test_a_step_on_the_gpu_is_the_difference_of_two_runs(monkeypatch: pytest.Mon
             ids = [-1 - i for i in range(5)] + [
                 2 * i + (k == 3) for i in range(ran[-1] - 1) for k in range(4)
             ]
-            time_range = SimpleNamespace(elapsed_us=lambda: 10.0)
             gpu = torch.autograd.DeviceType.CUDA
-            return [SimpleNamespace(id=i, time_range=time_range, device_type=gpu) for i in ids]
+            ranges = [SimpleNamespace(start=8.0 * at, end=8.0 * at + 10.0) for at in range(len(ids))]
+            return [
+                SimpleNamespace(id=i, time_range=time_range, device_type=gpu)
+                for i, time_range in zip(ids, reversed(ranges), strict=True)
+            ]
 
     ran: list[int] = []
     monkeypatch.setattr("torch.profiler.profile", Profiler)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(evaluate, "generate", lambda llm, batch, new: ran.append(new))
-    assert evaluate.on_gpu(None, 4096) == {"gpu_ms": 0.04, "gpu_launches": 2.0}
+    assert evaluate.on_gpu(None, 4096) == {"gpu_ms": 0.032, "gpu_launches": 2.0}
 
 
 def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
