@@ -26,13 +26,23 @@ file(WRITE "${scripts}/lld" "#!/bin/sh\nshift 2\nexec '${MLA_FP8_ZIG}' ld.lld \"
 file(WRITE "${scripts}/clang" "#!/bin/sh\nPATH='${scripts}':$PATH exec '${MLA_FP8_ZIG}' clang \"$@\"\n")
 file(CHMOD "${scripts}/lld" "${scripts}/clang" PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
 
+# Commands run in the build folder. Without this checkout's paths in them what one has compiled serves all.
 cmake_path(GET MLA_FP8_ZIG PARENT_PATH zig_dir)
+cmake_path(RELATIVE_PATH zig_dir BASE_DIRECTORY "${CMAKE_BINARY_DIR}")
 # -resource-dir: clang's own headers. -Wno-pass-failed: some kernels' LDS allows one block, not the two that their
 # registers are to allow.
 set(hip_clang ${scripts}/clang
   --target=x86_64-linux-gnu -resource-dir ${zig_dir}/lib -x hip -nogpuinc -nogpulib -std=c++20
   -I${CMAKE_CURRENT_SOURCE_DIR}/csrc -DMLA_FP8_WITH_HIP=1 -include hip/platform.h -Wall -Wno-pass-failed
   $<$<BOOL:${MLA_FP8_WERROR}>:-Werror>)
+# ccache wants the driver to list the headers (-MD), which it does not for a GPU: clang itself is told to, as well.
+set(hip_device_clang ${hip_clang} -MD -Wno-unused-command-line-argument)
+if(CCACHE)
+  execute_process(COMMAND ${MLA_FP8_ZIG} version OUTPUT_VARIABLE zig_version OUTPUT_STRIP_TRAILING_WHITESPACE
+    COMMAND_ERROR_IS_FATAL ANY)
+  list(PREPEND hip_device_clang ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${CMAKE_SOURCE_DIR} CCACHE_NOHASHDIR=1
+    CCACHE_DEPEND=1 CCACHE_COMPILERTYPE=clang "CCACHE_COMPILERCHECK=string:zig ${zig_version}" ${CCACHE})
+endif()
 
 function(mla_fp8_hip_objects variable)
   set(objects "")
@@ -42,11 +52,12 @@ function(mla_fp8_hip_objects variable)
     set(bundled "")
     foreach(arch IN LISTS MLA_FP8_HIP_ARCHS)
       set(out "${hip_dir}/${name}.${arch}.hsaco")
+      set(headers "hip/${name}.${arch}.hsaco.d")
       # Code object 5: clang's default, 6, needs a newer ROCm than torch's.
       add_custom_command(OUTPUT ${out}
-        COMMAND ${hip_clang} -cuid=${name} --cuda-device-only --no-gpu-bundle-output --offload-arch=${arch} -O3
+        COMMAND ${hip_device_clang} -cuid=${name} --cuda-device-only --no-gpu-bundle-output --offload-arch=${arch} -O3
           -mcode-object-version=5 -Xoffload-linker --strip-all
-          -Xclang -dependency-file -Xclang ${out}.d -Xclang -MT -Xclang ${out} ${source} -o ${out}
+          -MF ${headers} -Xclang -dependency-file -Xclang ${headers} -c ${source} -o ${out}
         DEPENDS ${source} DEPFILE ${out}.d COMMENT "HIP ${arch} ${name}" VERBATIM COMMAND_EXPAND_LISTS)
       list(APPEND code_objects ${out})
       list(APPEND bundled ${arch}=${out})
