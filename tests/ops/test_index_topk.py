@@ -274,7 +274,7 @@ def rows_of(problem: Problem, requests: list[int]) -> Problem:
 
 
 def test_a_row_does_not_depend_on_the_others_or_on_its_place(device):
-    lens = [3000, 10, 700, 64, 2000, 0, 1500] * 6
+    lens = [3000, 10, 700, 64, 2000, 0, 1500] * (6 if device == "cuda" else 2)
     problem = random_problem(device, lens, heads=32, next_n=2)
     want = problem.topk(256)
     logits = problem.logits()
