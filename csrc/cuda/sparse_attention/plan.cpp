@@ -35,21 +35,18 @@ Plan plan_in_any_batch(Op op, const SparseAttentionParams& p, int num_sms) {
   const Priced segments = op == Op::kDecode ? cheapest(p, num_sms, Schedule::kSegments, Schedule::kRuns)
                                             : cheapest(p, num_sms, Schedule::kSegments);
   if (segments.us < 1e30) return segments.plan;
-  const int heads = p.num_q_heads;
-  const bool few = heads <= 16;
+  const bool few = p.num_q_heads <= 16;
   const Kernel kernel = few || is_bf16(p) ? Kernel::kFewHeads : Kernel::kManyHeads;
   const int most = kernel == Kernel::kFewHeads ? 16 : 1;
   int splits = 1;
   while (splits < most && num_keys(p) >= 2 * splits * (few ? kKeysOfInvariantFew : kKeysOfInvariantMany))
     splits *= 2;
-  const int rows = heads <= 8 ? 8 : few ? 16 : heads <= 32 || is_bf16(p) ? 32 : 64;
-  return {variant(kernel, Schedule::kSplit, rows, p.layouts()), splits};
+  return {variant(kernel, Schedule::kSplit, p.num_q_heads, p.layouts()), splits};
 }
 
 const Variant* walk_variant(const SparseAttentionParams& p) {
   const Kernel kernel = !is_bf16(p) && p.num_q_heads > 16 ? Kernel::kManyHeads : Kernel::kFewHeads;
-  const int heads = p.num_q_heads <= 8 ? 8 : kernel == Kernel::kFewHeads ? 16 : p.num_q_heads <= 32 ? 32 : 64;
-  return find_variant(kernel, Schedule::kWalk, heads, p.layouts());
+  return find_variant(kernel, Schedule::kWalk, p.num_q_heads, p.layouts());
 }
 
 // Returns whether queries walk. A walk keeps several queries on an SM, and would leave it half empty with too
@@ -125,9 +122,7 @@ const Variant* variant_of_lists(const SparseAttentionParams& p, const Gpu& gpu) 
   if (shape.queries.tile < 2 || shape.entries == 0 || shape.entries > kMaxListedEntries ||
       shape.num_tiles >= kMaxSplitQueries)
     return nullptr;
-  for (const Variant& v : kVariants)  // the fewest heads first
-    if (v.heads >= rows && v.lists.has(p.layouts())) return &v;
-  return nullptr;
+  return find_variant(Kernel::kManyHeads, Schedule::kSplit, rows, p.layouts(), &Variant::lists);
 }
 // Replaces a plan for some of the queries by one launch for all.
 Plan plan_alone(const Plan& plan, const SparseAttentionParams& p, const Gpu& gpu) {
@@ -245,7 +240,7 @@ Plan within_workspace(Plan plan, const SparseAttentionParams& p) {
 Plan forced_plan(const WantedKernel& wanted, const SparseAttentionParams& p, const Gpu& gpu) {
   if (wanted.kernel == name(Kernel::kPortable)) {
     if (wanted.splits == 0) return plan_portable(p, gpu);  // its own choice
-    return {portable_variant(wanted.heads, p.layouts()),
+    return {variant(Kernel::kPortable, Schedule::kSplit, wanted.heads, p.layouts()),
             static_cast<int>(std::clamp<int64_t>(wanted.splits, 1, kMaxPortableSplits))};
   }
   for (const Variant& v : kVariants) {

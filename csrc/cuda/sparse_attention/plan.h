@@ -123,13 +123,16 @@ inline constexpr Variant kVariants[] = {
     {Kernel::kBf16Tiles, Schedule::kWalk, 64, 4, kFp8Pairs},
 };
 
-// Returns the variant with these traits that reads the layouts, or null.
-inline const Variant* find_variant(Kernel kernel, Schedule schedule, int heads, KvPair layouts) {
-  const auto is_it = [&](const Variant& v) {
-    return v.kernel == kernel && v.schedule == schedule && v.heads == heads && v.reads(layouts);
-  };
-  const auto found = std::find_if(std::begin(kVariants), std::end(kVariants), is_it);
-  return found == std::end(kVariants) ? nullptr : found;
+// Returns the variant with the fewest heads that has room for so many, else that with the most; null if none
+// reads the layouts.
+inline const Variant* find_variant(Kernel kernel, Schedule schedule, int64_t heads, KvPair layouts,
+                                   Rows Variant::* rows = &Variant::rows) {
+  const Variant* found = nullptr;
+  for (const Variant& v : kVariants)  // of a kernel and a schedule the fewest heads come first
+    if (v.kernel == kernel && v.schedule == schedule && (v.*rows).has(layouts) &&
+        (!found || found->heads < heads))
+      found = &v;
+  return found;
 }
 inline const Variant& variant(Kernel kernel, Schedule schedule, int heads, KvPair layouts) {
   const Variant* const found = find_variant(kernel, schedule, heads, layouts);
@@ -173,9 +176,8 @@ Plan plan(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 // Floats for the plans of all launches: with all the room they want, or within a caller's workspace.
 int64_t workspace_of_call(Op op, const SparseAttentionParams& p, const Gpu& gpu);
 
-// Plans of the portable kernel (plan_portable.cpp); its variant for so many heads in a CTA.
+// Plans of the portable kernel (plan_portable.cpp).
 Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu);
-const Variant& portable_variant(int heads, KvPair layouts);
 // Plans ragged attention by the portable kernel, for requests that have at most `keys` together. The heads of
 // a request's queries and the layout alone decide the variant: a number of splits gives the same bits in any
 // batch.
@@ -216,14 +218,9 @@ inline int entry_tile_queries(const SparseAttentionParams& p) {
   return static_cast<int>(ceil_div(each, ceil_div(each, most)));
 }
 
-inline int rows_of_entry_tile(const SparseAttentionParams& p) {  // rows of a CTA that takes a tile
-  const int rows = entry_tile_queries(p) * p.num_q_heads;
-  return rows <= 32 ? 32 : rows <= 48 ? 48 : 64;
-}
 inline int64_t num_entry_tiles(const SparseAttentionParams& p) {
   const int queries = entry_tile_queries(p);
-  return ceil_div(p.num_tokens, int64_t{queries}) *
-         (queries > 1 ? 1 : ceil_div(p.num_q_heads, rows_of_entry_tile(p)));
+  return ceil_div(p.num_tokens, int64_t{queries}) * ceil_div(queries * p.num_q_heads, kTileRows);
 }
 inline bool shares_tiles(const Plan& plan) {
   return plan.variant.schedule == Schedule::kSplit && plan.ctas > 0;

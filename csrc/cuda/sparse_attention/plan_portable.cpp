@@ -23,17 +23,11 @@ int64_t ctas_that_fill(const Variant& v, int64_t ctas, const Gpu& gpu) {
 
 }  // namespace
 
-const Variant& portable_variant(int heads, KvPair layouts) {
-  if (heads > 32)
-    if (const Variant* const v = find_variant(Kernel::kPortable, Schedule::kSplit, 64, layouts)) return *v;
-  return variant(Kernel::kPortable, Schedule::kSplit, heads > 16 ? 32 : 16, layouts);
-}
-
 Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu) {
   const int64_t keys = std::max<int64_t>(num_keys(p), 1), most_splits = ceil_div(keys, kMinKeysOfSplit);
   const bool few = p.num_tokens * ceil_div(p.num_q_heads, 64) * most_splits < gpu.num_sms;
   const int heads = p.batch_invariant ? 32 : few ? std::min(p.num_q_heads, 32) : p.num_q_heads;
-  const Variant& v = portable_variant(heads, p.layouts());
+  const Variant& v = variant(Kernel::kPortable, Schedule::kSplit, heads, p.layouts());
   int64_t splits;
   if (p.batch_invariant) {
     splits = std::min(ceil_div(keys, kKeysOfInvariantSplit), kMaxInvariantSplits);
@@ -46,7 +40,7 @@ Plan plan_portable(const SparseAttentionParams& p, const Gpu& gpu) {
 
 Plan plan_ragged(const SparseAttentionParams& p, int q_len, int64_t keys, const Gpu& gpu) {
   const int rows = q_len * p.num_q_heads;
-  const Variant& v = portable_variant(rows, p.layouts());
+  const Variant& v = variant(Kernel::kPortable, Schedule::kSplit, rows, p.layouts());
   const int64_t ctas = std::max<int64_t>(p.num_tokens / q_len * ceil_div(rows, v.heads), 1);
   const int64_t splits = std::min(ctas_that_fill(v, ctas, gpu) / ctas, ceil_div(keys, kMinKeysOfSplit));
   return {v, static_cast<int>(std::clamp<int64_t>(splits, 1, kMaxRaggedSplits))};

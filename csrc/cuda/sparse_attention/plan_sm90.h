@@ -221,9 +221,9 @@ inline Plan share_tiles(const Variant& v, const SparseAttentionParams& p, int nu
 // second launch.
 inline std::optional<Plan> plan_entry_tiles(const SparseAttentionParams& p, int num_sms) {
   const int queries = entry_tile_queries(p);
-  const Variant* const v =
-      find_variant(Kernel::kManyHeads, Schedule::kSplit, rows_of_entry_tile(p), p.layouts());
-  if (!v || !v->tiles.has(p.layouts()) || num_keys(p) + kMaxTileQueries >= kMaxKeys) return {};
+  const Variant* const v = find_variant(Kernel::kManyHeads, Schedule::kSplit, queries * p.num_q_heads,
+                                        p.layouts(), &Variant::tiles);
+  if (!v || num_keys(p) + kMaxTileQueries >= kMaxKeys) return {};
   const SparseAttentionParams tiles = queries > 1 ? as_tiles(p) : p;
   std::optional<Plan> best;
   double least = cheapest(p, num_sms, Schedule::kSplit).us;
