@@ -21,7 +21,7 @@ void multiply(Wave& w, I i) {
   constexpr u32 kMask = (1u << kBits) - 1;
   const bool how = kBits == 8 ? w.group->gpu->fp8_is_fnuz : w.group->gpu->flushes_16_bit;
   if (i.src[0] < kFirstVgpr || i.src[1] < kFirstVgpr) w.fault("has a scalar operand");
-  alignas(64) float a[kM][kK], b[kK][kM], d[kM][kM] = {};
+  alignas(64) float a[kM][kK], b[kK][kM], d[kM][kM];
   for (int r = 0; r < kPerLane / kPerRegister; ++r) {
     const u32* x = w.vgpr(i.src[0] - kFirstVgpr + r, "reads");
     const u32* y = w.vgpr(i.src[1] - kFirstVgpr + r, "reads");
@@ -32,9 +32,18 @@ void multiply(Wave& w, I i) {
         b[k][l % kM] = kElement(y[l] >> kBits * e & kMask, how);
       }
   }
-  for (int row = 0; row < kM; ++row)
-    for (int k = 0; k < kK; ++k)
-      for (int column = 0; column < kM; ++column) d[row][column] += a[row][k] * b[k][column];
+  // Four rows of eight columns at once: left to itself, gcc takes several k, and shuffles.
+  using Eight = float __attribute__((vector_size(32)));
+  for (int row = 0; row < kM; row += 4)
+    for (int column = 0; column < kM; column += 8) {
+      Eight sums[4] = {};
+      for (int k = 0; k < kK; ++k) {
+        Eight of_b;
+        std::memcpy(&of_b, &b[k][column], sizeof of_b);
+        for (int r = 0; r < 4; ++r) sums[r] += a[row + r][k] * of_b;
+      }
+      for (int r = 0; r < 4; ++r) std::memcpy(&d[row + r][column], &sums[r], sizeof sums[r]);
+    }
   // D may lie across C: all of C is read first.
   alignas(64) u32 out[kResults][kLanes];
   for (int r = 0; r < kResults; ++r) {
