@@ -87,6 +87,8 @@ def register() -> None:
     spies.count_sglang_calls(ours=os.environ[WHO] != "stock")
     if os.environ[V4] == "1":
         spies.count_sglang_rows()
+    if os.environ[WHO] == "hisparse":
+        spies.count_sglang_host_rows()
     spies.save_calls(Path(os.environ[CALLS]))
     if os.environ.get(WATCH):
         import same_bits
@@ -161,7 +163,10 @@ def logprobs(args: argparse.Namespace, folder: Path) -> dict:
     result["tokens"] = [[token for _, token, *_ in each["output_token_logprobs"]] for each in found]
     if not server_arguments(args, folder).get("disable_radix_cache"):  # without cached prompts
         result |= logprobs_as_prompts(engine, ids, result["tokens"])
-    return result | {"calls": spies.saved_calls(Path(os.environ[CALLS]))}
+    calls = spies.saved_calls(Path(os.environ[CALLS]))
+    if args.who == "hisparse":
+        result["found_and_loaded"] = [calls.pop(x, 0) for x in (spies.FOUND, spies.LOADED)]
+    return result | {"calls": calls}
 
 
 def logprobs_as_prompts(engine, ids: list[list[int]], tokens: list[list[int]]) -> dict:

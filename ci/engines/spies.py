@@ -14,6 +14,7 @@ import torch
 CALLS = collections.Counter()
 _SAVED: list[Path] = []  # files that hold CALLS
 HOST_ROWS = "resolve_hot_rows", "resolve_hot_rows_out", "copy_host_rows", "_copy_rows_at"
+FOUND, LOADED = "rows found", "rows loaded"
 OURS = [
     f"{op}{form}"
     for op in ("sparse_decode", "sparse_prefill", "sparse_prefill_paged", "sparse_prefill_window",
@@ -61,6 +62,29 @@ def count_sglang_rows() -> None:
         return buffer
 
     pool.create_buffer = create_buffer
+
+
+def count_sglang_host_rows() -> None:
+    """Rows that our lookups found in a hot buffer and had loaded, also in a graph's replays.
+
+    Read whenever a request ends: the steps that run then may be missing.
+    """
+    compat = import_module("mla_fp8.compat.sglang_hisparse")
+    coordinator = import_module("sglang.srt.managers.hisparse_coordinator").HiSparseCoordinator
+    resolve, finished, counters = compat.resolve_hot_rows, coordinator.request_finished, []
+
+    def resolve_hot_rows(entries, *args, **options):
+        if not counters:
+            counters.append(torch.zeros(2, dtype=torch.int64, device=entries.device))
+        return resolve(entries, *args, **options, counters=counters[0])
+
+    def request_finished(self, req) -> None:
+        finished(self, req)
+        if counters:
+            for label, rows in zip((FOUND, LOADED), counters[0].tolist(), strict=True):
+                _count(label, rows - CALLS[label])
+
+    compat.resolve_hot_rows, coordinator.request_finished = resolve_hot_rows, request_finished
 
 
 def save_calls(folder: Path) -> None:

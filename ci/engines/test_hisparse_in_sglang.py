@@ -18,6 +18,7 @@ os.environ["SGLANG_PLUGINS"] = "mla_fp8,mla_fp8_hisparse"
 
 import pytest
 import sglang_engine
+import spies
 import torch
 from matrix_steps import STEPS
 from sglang.kernels.ops.kvcache import hisparse as kernels
@@ -29,6 +30,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 import mla_fp8
 from mla_fp8 import KV_LAYOUTS
+from mla_fp8.compat import sglang_hisparse
 from mla_fp8.integrations import hisparse, log
 
 PAGE, HOT, K, REQUESTS, LONGEST, LAYERS, HEADS = 64, 48, 20, 5, 160, 3, 8
@@ -197,6 +199,23 @@ def test_decode_over_the_hot_buffer_has_the_bits_of_decode_over_all_rows(name, s
     for step in range(6):
         server.grow()
         server.step([3, 0, 2, 1, 4] if step % 2 else [2, 1, 4], padding=0 if step % 2 else 2)
+
+
+def test_an_engine_says_how_many_rows_were_loaded(monkeypatch):
+    coordinator = hisparse_coordinator.HiSparseCoordinator
+    monkeypatch.setattr(coordinator, "request_finished", lambda self, req: None)
+    monkeypatch.setattr(sglang_hisparse, "resolve_hot_rows", sglang_hisparse.resolve_hot_rows)
+    spies.count_sglang_host_rows()
+    server = Server("dsv4", False)
+    server.admit([9, HOT - 2, 70, 150, HOT])
+    server.grow()
+    server.step([0, 1], padding=2)
+    server.coordinator.request_finished(None)
+    assert not spies.CALLS[spies.FOUND] + spies.CALLS[spies.LOADED]  # short ones are where they were written
+    server.step([3, 2], padding=2)
+    server.coordinator.request_finished(None)
+    both = spies.CALLS[spies.FOUND], spies.CALLS[spies.LOADED]
+    assert all(both) and sum(both) >= LAYERS * 2 * (K - 1)  # but the last ones
 
 
 def test_rows_of_v4_go_to_the_host_and_back_by_our_copies():
