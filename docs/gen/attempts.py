@@ -13,7 +13,7 @@ KERNELS = (
     "valid keys", "gather", "few_heads", "many_heads", "bf16_tiles", "portable", "cache ops", "quantize_kv",
     "dequantize_kv", "combine_topk_swa_indices", "combine_topk_swa_indices_ragged", "paged_attention_ragged",
     "sparse attention", "sparse attention, HIP", "indexer",
-    "norm_rope_insert", "inverse_rope", "compress_kv", "host rows",
+    "norm_rope_insert", "inverse_rope", "compress_kv", "host rows", "emulators",
 )  # fmt: skip
 VERDICTS = ("baseline", "kept", "dropped", "no effect", "bound", "not built")
 INTRODUCTION = """\
