@@ -3,10 +3,9 @@
 
 import argparse
 import collections
-import contextlib
-import fcntl
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ import model
 import ranks
 import torch
 import v4_model
+from turns import ROUNDS, ready, turn
 
 # By whose attention it is. index: ours, and our indexer. groups: ours, drafts in groups. layer: ours, and our
 # ops around it. whole: layer and index. hisparse: ours, and our kernels of HiSparse. same: ours, and vLLM's
@@ -40,7 +40,7 @@ ACCURACY_LENGTHS = (3000, 4100, 5200, 6000, 200, 2500)
 # With drafts, too: where --seqs is few, one begins beside the drafts of others, which are more or fewer.
 SHORT_LENGTHS = (7, 2, 5, 1, 3, 6)
 CONTEXT, FIRST_STEPS, DECODE_STEPS = 4096, 16, 48
-FIRST_TOKEN_PROMPT, FIRST_TOKEN_RUNS = 64, 60
+FIRST_TOKEN_PROMPT, FIRST_TOKEN_RUNS = 64, 20
 V4_CACHE = "dsv4"
 # The caches of other models than V3.2, and what these change; and of V3.2 on two GPUs.
 CACHES = {
@@ -215,28 +215,6 @@ def rows_found_and_loaded(llm) -> list[int]:
     return torch.stack([group.swap_stats.long() for group in groups.values()]).sum(0).tolist()
 
 
-def ready(args: argparse.Namespace) -> None:
-    """Says to the step's other engines that this one leaves the GPU alone until its turn, or for good."""
-    if args.turns:
-        args.turns.mkdir(parents=True, exist_ok=True)
-        (args.turns / f"ready.{os.getpid()}").touch()
-
-
-@contextlib.contextmanager
-def turn(args: argparse.Namespace):
-    """Until all engines are ready, then until it is ours: nothing else runs on the GPU meanwhile."""
-    if not args.turns:
-        yield
-        return
-    ready(args)
-    deadline = time.time() + 150  # one may have failed
-    while len(list(args.turns.glob("ready.*"))) < args.of and time.time() < deadline:
-        time.sleep(0.2)
-    with open(args.turns / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def kernels(run) -> collections.Counter:
     """What `ranks.counted` counts of the kernels in ``run()``."""
     from torch.profiler import ProfilerActivity, profile
@@ -304,16 +282,29 @@ def per(found: collections.Counter, number: int) -> dict[str, tuple[float, float
 
 
 def first_token(llm, args: argparse.Namespace) -> dict:
-    """Milliseconds from a prompt of FIRST_TOKEN_PROMPT tokens, none of them cached, to its first token."""
-    times = []
-    for number in range(FIRST_TOKEN_RUNS):
-        ids = prompts([FIRST_TOKEN_PROMPT], seed=1000 + number)
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        generate(llm, ids, 1)
-        times.append((time.perf_counter() - begin) * 1e3)
-    times = sorted(times[FIRST_TOKEN_RUNS // 4 :])  # the first compile and warm up
-    return {"median": times[len(times) // 2], "least": times[0]}
+    """Milliseconds from a prompt of FIRST_TOKEN_PROMPT tokens, none of them cached, to its first token: the
+    median of rounds in which all engines take turns, each round's median, and the least of all. The first
+    round compiles and warms up. Nobody ends while another one is timed.
+    """
+    rounds = []
+    for round_ in range(ROUNDS):
+        with turn(args, round_):
+            times = []
+            for number in range(FIRST_TOKEN_RUNS):
+                ids = prompts([FIRST_TOKEN_PROMPT], seed=1000 + FIRST_TOKEN_RUNS * round_ + number)
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                generate(llm, ids, 1)
+                times.append((time.perf_counter() - begin) * 1e3)
+        rounds.append(sorted(times))
+    with turn(args, ROUNDS):
+        pass
+    timed_rounds = rounds[1:]
+    medians = [times[len(times) // 2] for times in timed_rounds]
+    return {
+        "median": statistics.median(medians), "rounds": medians,
+        "least": min(times[0] for times in timed_rounds),
+    }  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -354,8 +345,7 @@ def run(args: argparse.Namespace) -> dict:
         with turn(args):
             result["timed"] = timed(llm, args)
     elif args.first_token:
-        with turn(args):
-            result["first_token_ms"] = first_token(llm, args)
+        result["first_token_ms"] = first_token(llm, args)
     else:
         result |= logprobs(llm, args)
         if args.hot_rows and not args.multiprocessing:
@@ -371,7 +361,7 @@ def write_result(run: Callable[[argparse.Namespace], dict], args: argparse.Names
     except BaseException as error:  # whatever it is, the table says it
         traceback.print_exc()
         result = {"ok": False, "error": f"{type(error).__name__}: {error}"[:500]}
-    ready(args)
+    ready(args, *range(ROUNDS + 1))
     result["wall_s"] = time.time() - begin
     args.out.write_text(json.dumps(result))
     print("DONE", result["ok"], f"{result['wall_s']:.0f} s", flush=True)

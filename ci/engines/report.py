@@ -174,10 +174,11 @@ def _whole_steps(ran: dict[str, dict], shown: set[str]) -> str:
 
 
 def _first_tokens(ran: dict[str, dict], shown: set[str]) -> str:
-    lines = ["| milliseconds to the first token | median | least |", "|---|---|---|"]
+    lines = ["| milliseconds to the first token | median | rounds | least |", "|---|---|---|---|"]
     for name in sorted(shown & set(ran)):
         if ms := ran[name].get("first_token_ms"):
-            lines.append(f"| {name} | {ms['median']:.2f} | {ms['least']:.2f} |")
+            rounds = ", ".join(f"{x:.2f}" for x in ms["rounds"])
+            lines.append(f"| {name} | {ms['median']:.2f} | {rounds} | {ms['least']:.2f} |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
 

@@ -19,7 +19,8 @@ import model
 import sglang_v4_model
 import spies
 import torch
-from engine import ACCURACY_LENGTHS, kernels, per, prompts, turn, write_result
+from engine import ACCURACY_LENGTHS, kernels, per, prompts, write_result
+from turns import turn
 
 # mla_fp8_engines: `register`, in every process.
 SGLANG_PLUGINS = {

@@ -337,26 +337,6 @@ def test_pins_that_an_engine_does_not_allow_are_found(tools):
     assert pins.contradictions(metadata, pinned) == ["Some_Package==1.9, it names >=2"]
 
 
-def test_who_is_timed_waits_for_all_engines_of_its_step(tools, tmp_path):
-    """For one that ends or fails without a turn of its own, too."""
-    import engine  # noqa: PLC0415
-
-    def args(name: str, *more: str):
-        arguments = ["--who", "ours", "--out", str(tmp_path / name), "--turns", str(tmp_path / "turns")]
-        return engine.parse([*arguments, "--of", "1", *more])
-
-    def timed(args):
-        with engine.turn(args):
-            return {"others": len(list(args.turns.iterdir()))}
-
-    assert engine.write_result(timed, args("timed", "--batches", "8"))
-    assert "others" in (tmp_path / "timed").read_text()
-    for path in (tmp_path / "turns").iterdir():
-        path.unlink()
-    assert not engine.write_result(lambda args: 1 / 0, args("failed"))
-    assert [path.name[:6] for path in (tmp_path / "turns").iterdir()] == ["ready."]
-
-
 @pytest.mark.parametrize("engine_of", ["vLLM", "SGLang"])
 def test_a_batch_is_timed_as_parts_takes_it(engine_of, tools, monkeypatch):
     """Everything around the profiler, up to the table."""
