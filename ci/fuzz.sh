@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tests/fuzz/fuzz.py on a library for CPUs with AddressSanitizer and UBSan, which it builds first:
+# tests/fuzz/fuzz.py on a library with AddressSanitizer and UBSan for the CPU that is here, which it builds first:
 #   ci/fuzz.sh [arguments of tests/fuzz/fuzz.py]      $PYTHON as in packaging/build_wheel.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -7,7 +7,7 @@ PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || co
 export PATH="$(dirname "$PYTHON"):$PATH"
 ci/need.sh cmake ninja
 out=build/sanitize
-MLA_FP8_SANITIZE=1 MLA_FP8_CUDA=0 MLA_FP8_BUILD_DIR=$out/cmake \
+MLA_FP8_SANITIZE=1 MLA_FP8_CPU_NATIVE=1 MLA_FP8_CUDA=0 MLA_FP8_BUILD_DIR=$out/cmake \
   "$PYTHON" setup.py -q build --build-base $out/build --build-lib $out > $out.log 2>&1 || { cat $out.log; exit 1; }
 # The runtimes come first in the process, as Python has none; C++'s, so that ASan sees what it throws.
 runtime() { "${CXX:-c++}" -print-file-name="$1"; }
