@@ -42,7 +42,7 @@ inline constexpr Price kPrices[] = {
     {Kernel::kFewHeads, Schedule::kSplit, 8, Reads::kBf16, {7.6, 17.3, 0.14, 0.8}},
     {Kernel::kFewHeads, Schedule::kSplit, 8, Reads::kPair, {4.9, 16.6, 0.14, 2.0}},
     {Kernel::kFewHeads, Schedule::kSplit, 16, Reads::kFp8, {8.6, 16.0, 0.05, 0.7}, {0.5, 1.5}},
-    {Kernel::kFewHeads, Schedule::kSplit, 16, Reads::kBf16, {8.5, 17.4, 0.14, 1.3}},
+    {Kernel::kFewHeads, Schedule::kSplit, 16, Reads::kBf16, {8.5, 17.4, 0.12, 0.3}},
     {Kernel::kFewHeads, Schedule::kSplit, 16, Reads::kPair, {6.2, 18.6, 0.14, 1.5}},
     {Kernel::kFewHeads, Schedule::kSplit, 32, Reads::kBf16, {7.3, 24.0, 0.14, 4.2}},
     {Kernel::kManyHeads, Schedule::kSplit, 32, Reads::kFp8, {8.4, 19.8, 0.14}, {2.0, 6.0}},
