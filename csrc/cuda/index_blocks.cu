@@ -5,6 +5,7 @@
 // without entries. Each sets a bit for its block and row in shared memory; then each block with a bit becomes
 // an element, ascending. An element says which rows have it, so their keys are read once. Rows of different
 // requests, or of gathered keys with different beginnings, have elements of their own, one after another.
+// In a whole list (IndexList) blocks without a bit are elements, too, of no row.
 //
 // index_blocks_kernel: a CTA chooses for a row the blocks with the largest keys, which the scan has found.
 // The newest block is always taken, and comes last.
@@ -23,6 +24,8 @@ namespace mla_fp8::gpu {
 namespace {
 
 constexpr int kThreads = 512, kBlock = IndexList::kBlock;
+// Threads of a list's CTA where all lists are whole. With so few registers it runs beside a CTA of the scan.
+constexpr int kFewThreads = 128, kFewRegisters = 32;
 constexpr int kWindow = 128 * 1024;  // blocks that have bits in shared memory at a time
 constexpr int kClearThreads = 256;
 
@@ -81,20 +84,35 @@ struct RowBlocks {
   }
 };
 
-}  // namespace
+// Sets a bit for each candidate in [first, end).
+template <int kThreads>
+__device__ __forceinline__ void mark_blocks(const int32_t* candidates, int64_t count, int32_t first,
+                                            int32_t end, uint32_t* bits) {
+  constexpr int kAtOnce = 4;  // loads in flight
+#pragma unroll 1
+  for (int64_t at = threadIdx.x; at < count && end > 0; at += kAtOnce * kThreads) {
+    int32_t blocks[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      blocks[j] = at + j * kThreads < count ? candidates[at + j * kThreads] : -1;
+#pragma unroll
+    for (const int32_t block : blocks)
+      if (block >= first && block < end) atomicOr(bits + (block - first) / 32, 1u << (block - first) % 32);
+  }
+}
 
-__global__ void __launch_bounds__(kThreads) index_list_kernel(const __grid_constant__ ListArgs args) {
+template <int kThreads>
+__device__ __forceinline__ void make_list(const ListArgs& args) {
   MLA_SHARED(ListSmem, s);
   extern __shared__ __align__(16) uint32_t bits[];  // [listed.rows][window / 32]
-  let_next_grid_come();
-  wait_for_previous_grid();
+  wait_for_previous_grid();  // the scan may begin before the lists are there, but not before this
   const ListedRows& listed = args.listed;
   const int num_rows = listed.rows, window_words = args.window / 32;
   const int64_t list = blockIdx.x, first_row = list * num_rows;
   if (threadIdx.x < num_rows) {
     const int64_t i = first_row + threadIdx.x;
     IndexRow row{-1, 0, 0};
-    if (i < listed.count) row = args.rows[listed.first + i];
+    if (i < listed.count) row = find_row(args.rows, listed.first + i);
     s.request[threadIdx.x] = row.request;
     s.origin[threadIdx.x] = args.rows.k_start ? row.begin : static_cast<int32_t>(row.request);
     s.end[threadIdx.x] = row.request < 0 ? 0 : row.end - row.begin;
@@ -106,56 +124,75 @@ __global__ void __launch_bounds__(kThreads) index_list_kernel(const __grid_const
   __syncthreads();
   int32_t* elements = listed.elements + list * listed.stride;
   int32_t written = 0;
+  bool is_whole = false;
+#pragma unroll 1
   for (int leader = 0; leader < num_rows; ++leader) {
     // The rows with the leader's origin, if it is the first of them.
     uint32_t group = 0;
+#pragma unroll 1
     for (int r = 0; r < num_rows; ++r) group |= static_cast<uint32_t>(s.origin[r] == s.origin[leader]) << r;
     if (__ffs(static_cast<int>(group)) - 1 != leader) continue;
     int32_t longest = 0;
+#pragma unroll 1
     for (int r = 0; r < num_rows; ++r)
       if (group >> r & 1) longest = max(longest, s.end[r]);
+    is_whole = listed.most_whole > 0 && longest <= listed.most_whole;
     const int32_t num_blocks = (longest + kBlock - 1) / kBlock;
+#pragma unroll 1
     for (int32_t first = 0; first < num_blocks; first += args.window) {
       const int num_words = (min(num_blocks - first, args.window) + 31) / 32;
+#pragma unroll 1
       for (int r = 0; r < num_rows; ++r)
+#pragma unroll 1
         for (int i = threadIdx.x; i < (num_words + 3) / 4; i += kThreads)
           store(reinterpret_cast<uint8_t*>(bits + r * window_words + 4 * i), Words<4>{});
       __syncthreads();
+#pragma unroll 1
       for (int r = 0; r < num_rows; ++r) {
         if ((group >> r & 1) == 0) continue;
         const int64_t own = args.are_of_rows ? listed.first + first_row + r : s.request[r];
         const int32_t end = min((s.end[r] + kBlock - 1) / kBlock, first + num_words * 32);
-        for (int64_t i = threadIdx.x; i < args.num_candidates && end > 0; i += kThreads) {
-          const int32_t block = args.candidates[own * args.stride + i];
-          if (block >= first && block < end)
-            atomicOr(bits + r * window_words + (block - first) / 32, 1u << (block - first) % 32);
-        }
+        mark_blocks<kThreads>(args.candidates + own * args.stride, args.num_candidates, first, end,
+                              bits + r * window_words);
       }
       __syncthreads();
+      const auto members = [&](int32_t i) {
+        uint32_t all = 0;
+#pragma unroll 1
+        for (int r = 0; r < num_rows; ++r) all |= (bits[r * window_words + i / 32] >> i % 32 & 1) << r;
+        return static_cast<int32_t>(all << IndexList::kNumberBits) | (first + i);
+      };
+      if (is_whole) {
+#pragma unroll 1
+        for (int32_t i = threadIdx.x; i < min(num_blocks - first, args.window); i += kThreads)
+          elements[first + i] = members(i);
+        __syncthreads();
+        continue;
+      }
       const int each = (num_words + kThreads - 1) / kThreads;
       const int begin = min(static_cast<int>(threadIdx.x) * each, num_words),
                 end = min(begin + each, num_words);
       const auto any = [&](int word) {
         uint32_t all = 0;
+#pragma unroll 1
         for (int r = 0; r < num_rows; ++r) all |= bits[r * window_words + word];
         return all;
       };
       int32_t own = 0;
+#pragma unroll 1
       for (int i = begin; i < end; ++i) own += __popc(any(i));
       const int32_t last = block_inclusive_sum<kThreads / kWarpSize>(own);
       int32_t to = written + last - own;
       int32_t places[kIndexGroupRows] = {-1, -1, -1, -1};
+#pragma unroll 1
       for (int i = begin; i < end; ++i)
+#pragma unroll 1
         for (uint32_t left = any(i); left != 0; left &= left - 1, ++to) {
-          const int bit = __ffs(static_cast<int>(left)) - 1;
-          uint32_t members = 0;
+          const int32_t element = members(32 * i + __ffs(static_cast<int>(left)) - 1);
 #pragma unroll
-          for (int r = 0; r < kIndexGroupRows; ++r) {
-            if (r >= num_rows || (bits[r * window_words + i] >> bit & 1) == 0) continue;
-            members |= 1u << r;
-            places[r] = to;
-          }
-          elements[to] = static_cast<int32_t>(members << IndexList::kNumberBits) | (first + 32 * i + bit);
+          for (int r = 0; r < kIndexGroupRows; ++r)
+            if (element >> (IndexList::kNumberBits + r) & 1) places[r] = to;
+          elements[to] = element;
         }
 #pragma unroll
       for (int r = 0; r < kIndexGroupRows; ++r)
@@ -168,13 +205,21 @@ __global__ void __launch_bounds__(kThreads) index_list_kernel(const __grid_const
   __syncthreads();
   if (threadIdx.x < num_rows) {
     const int last = s.last[threadIdx.x];
-    int32_t columns = 0;
+    int32_t columns = is_whole ? s.end[threadIdx.x] : 0;
     if (last >= 0) {
       const int32_t block = elements[last] & ((1 << IndexList::kNumberBits) - 1);
       columns = last * kBlock + min(s.end[threadIdx.x] - block * kBlock, kBlock);
     }
     listed.columns[first_row + threadIdx.x] = columns;
   }
+}
+
+}  // namespace
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 65536 / kFewThreads / kFewRegisters : 1)
+    index_list_kernel(const __grid_constant__ ListArgs args) {
+  make_list<kThreads>(args);
 }
 
 __global__ void __launch_bounds__(kClearThreads) index_clear_kernel(const __grid_constant__ ClearArgs args) {
@@ -210,9 +255,10 @@ __global__ void __launch_bounds__(kThreads) index_blocks_kernel(const __grid_con
 void make_lists(const IndexTopkParams& p, const ListedRows& listed, gpuStream_t stream) {
   const int64_t blocks = align_up<int64_t>(ceil_div<int64_t>(p.problem.rows.num_columns, kBlock), 128);
   const int window = p.num_candidates > 0 ? static_cast<int>(std::min<int64_t>(blocks, kWindow)) : 0;
-  launch(index_list_kernel,
+  const bool are_whole = p.problem.rows.num_columns <= listed.most_whole;
+  launch(are_whole ? index_list_kernel<kFewThreads> : index_list_kernel<kThreads>,
          {.grid = ceil_div<int64_t>(listed.count, listed.rows),
-          .block = kThreads,
+          .block = are_whole ? kFewThreads : kThreads,
           .stream = stream,
           .smem = listed.rows * window / 8},
          ListArgs{p.problem.rows, p.num_candidates > 0, p.candidates, p.candidates_stride, p.num_candidates,

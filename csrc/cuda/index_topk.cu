@@ -103,10 +103,18 @@ void choose_among_candidates(const IndexTopkParams& p, gpuStream_t stream) {
   const SliceMemory memory(p, slices);
   const int group = list_rows(p);
   const int64_t stride = group * p.num_candidates;
+  // On Hopper the list of a short request is whole: its keys come as those of a plain call, and where all are
+  // short the scan begins before the lists are there.
+  const bool may_be_whole = takes_sm90(p.problem) && !rows.k_start && !rows.query_start_loc &&
+                            rows.next_n == group && rows.num_rows <= slices.rows;
+  const int64_t most_whole =
+      may_be_whole ? std::min(p.num_candidates * IndexList::kBlock, rows.num_columns) : 0;
   for (int64_t first = 0; first < rows.num_rows; first += slices.rows) {
     const int64_t count = std::min(slices.rows, rows.num_rows - first);
-    make_lists(p, {first, count, group, memory.origins, memory.ends, memory.columns, memory.others, stride},
-               stream);
+    make_lists(
+        p,
+        {first, count, group, memory.origins, memory.ends, memory.columns, memory.others, stride, most_whole},
+        stream);
     IndexTopkParams own = slice(p, first, count);
     own.workspace_bytes = slices.scan_bytes;
     own.problem.rows = {.num_rows = count,
@@ -117,8 +125,16 @@ void choose_among_candidates(const IndexTopkParams& p, gpuStream_t stream) {
                         .row_lens = memory.columns,
                         .origins = memory.origins,
                         .are_listed = true};
-    own.problem.keys.list = {memory.others,  stride,     IndexList::kBlockShift, group, rows.num_columns,
-                             memory.origins, memory.ends};
+    if (may_be_whole) {  // what the scan knows before the lists are there
+      own.problem.rows.compress_ratio = rows.compress_ratio;
+      own.problem.rows.seq_lens = rows.seq_lens;
+      own.problem.rows.row_lens = rows.row_lens;
+      own.problem.rows.origins = nullptr;
+      own.problem.rows.list_columns = memory.columns;
+      own.problem.rows.most_whole = most_whole;
+    }
+    own.problem.keys.list = {memory.others,    stride,     IndexList::kBlockShift, group,
+                             rows.num_columns, most_whole, memory.origins,         memory.ends};
     choose(own, {}, stream);
   }
 }

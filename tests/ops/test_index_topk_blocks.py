@@ -161,7 +161,7 @@ def test_all_blocks_are_the_plain_call(device):
 
 @pytest.mark.parametrize("layout", ["index_fp8", "index_fp4"])
 def test_rows_with_all_of_their_blocks_beside_rows_without_one(layout, device):
-    """Lists in order are fetched as positions are; one block less, and nothing is in order."""
+    """No row sees more blocks than a list has places, so their keys come as those of a plain call."""
     problem = random_problem(device, [1499] * 7 + [700, 8], heads=32, layout=layout)
     problem.page_table[6, 3] = -1
     blocks = torch.stack([torch.randperm(200) for _ in range(9)])  # 188 are seen
@@ -171,6 +171,21 @@ def test_rows_with_all_of_their_blocks_beside_rows_without_one(layout, device):
     blocks[5, blocks[5] == 186] = 1 << 24
     assert_consumed(problem, blocks.int().to(device), 300)
     assert_consumed(problem, blocks.int().to(device), 300, pin_first=9, pin_last=9)
+
+
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("next_n", [1, 2, 4])
+@pytest.mark.parametrize("page_size", [64, 48])
+def test_short_rows_beside_long_ones(page_size, next_n, heads, device):
+    """Lists of requests 0, 3 and 4 have places for all of their blocks, those of the others have not."""
+    lens = [300, 1100, 2500, 40, 963]
+    problem = random_problem(device, lens, heads=heads, next_n=next_n, page_size=page_size)
+    problem.page_table[3, 0] = -1
+    assert_consumed(problem, some_blocks(problem, 121, 5 * next_n), 100)
+    assert_consumed(problem, some_blocks(problem, 121, 5), 500)
+    row_lens = torch.randint(-1, 964, (5 * next_n,)).int().to(device)
+    problem = random_problem(device, lens, heads=heads, next_n=next_n, row_lens=row_lens)
+    assert_consumed(problem, some_blocks(problem, 121, 5 * next_n), 100, pin_last=3)
 
 
 def test_no_candidates_leave_nothing(device):

@@ -14,6 +14,7 @@ struct ListedRows {
       *columns;       // [count, rounded up to whole lists]; columns: how many columns of its list a row sees
   int32_t* elements;  // [lists, stride]: the elements of an IndexList
   int64_t stride;
+  int64_t most_whole;  // entries; a list is whole if none of its rows sees more
 };
 // Makes the lists. Without candidates it writes origins and ends alone.
 void make_lists(const IndexTopkParams& params, const ListedRows& listed, gpuStream_t stream);

@@ -59,9 +59,10 @@ __device__ __forceinline__ void group_sync() { named_barrier(1 + threadIdx.x / k
 // How the copy engine sees the keys. If the keys of an item are contiguous in one page, one copy, a box,
 // brings them. Otherwise warps look up each key.
 struct KeyBoxes {
-  CUtensorMap map;
+  CUtensorMap map, block_map;
   bool are_used;
   bool are_blocks;      // a box is a block of a list, and scales come one by one
+  bool are_whole;       // of a whole list a box is an item nevertheless
   bool are_read_again;  // by another unit of the request, so the L2 keeps them
 };
 

@@ -25,6 +25,7 @@ class Fetch {
   __device__ __forceinline__ void fetch(const IndexUnit& unit, int32_t column, int tiles) {
     column += item() * kItemKeys;
     if (boxes_.are_blocks) {
+      is_whole_ = boxes_.are_whole && is_whole(unit);
       element_ahead_ = block_element(unit, column);
       find_block_ahead(unit);
       element_ahead_ = block_element(unit, column + kBlockTiles * kTileKeys);
@@ -93,8 +94,9 @@ class Fetch {
     return column < unit.end && column + kItemKeys > unit.begin ? table_page(unit, column) : -1;
   }
 
-  // Fetches an item as eight blocks of a list. Lanes find the blocks of four of the warp's items at a time.
-  // A block's page follows from its element, so lanes load elements eight tiles ahead, and pages four.
+  // Fetches an item as eight blocks of a list, or as a box if the list is whole. Lanes find the blocks of
+  // four of the warp's items at a time. A block's page follows from its element, so lanes load elements
+  // eight tiles ahead, and pages four.
   static constexpr int kBlock = IndexList::kBlock, kItemBlocks = kItemKeys / kBlock,
                        kBlockTiles = kWarpSize / kItemBlocks;
   __device__ __forceinline__ int32_t block_element(const IndexUnit& unit, int32_t column) const {
@@ -104,8 +106,9 @@ class Fetch {
   __device__ __forceinline__ void find_block_ahead(const IndexUnit& unit) {
     const uint32_t members = unit_members(keys_.list, unit, element_ahead_);
     pages_ahead_ = -1;
-    if (members == 0) return;
-    const auto origin = static_cast<int32_t>(unit.rows[__ffs(static_cast<int>(members)) - 1].request);
+    if (is_whole_ ? element_ahead_ < 0 : members == 0) return;
+    const int member = is_whole_ ? 0 : __ffs(static_cast<int>(members)) - 1;  // a whole list has one origin
+    const auto origin = static_cast<int32_t>(unit.rows[member].request);
     const int32_t position = keys_.list.position(element_ahead_, 0);
     pages_ahead_ = 0;
     row_ahead_ = position + origin;
@@ -128,12 +131,11 @@ class Fetch {
     {                                                         // each lane takes the scales of two keys
       const int from = turn * kItemBlocks + lane() / (kWarpSize / kItemBlocks);
       const int page = __shfl_sync(kFullWarp, page_, from), row = __shfl_sync(kFullWarp, row_, from);
-      const uint32_t members = page < 0               ? 0
-                               : keys_.list.rows == 1 ? ~0u
-                                                      : static_cast<uint32_t>(row) >> IndexList::kNumberBits;
+      uint32_t members = page < 0 ? 0 : static_cast<uint32_t>(row) >> IndexList::kNumberBits;
+      if (keys_.list.rows == 1) members = 0 - members;
       reinterpret_cast<uint2*>(memory_.present(place_))[lane()] = {members, members};
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < 2 && !is_whole_; ++i) {
         const int key = 2 * lane() + i, own = static_cast<int>(row & kRowBits) + key % kBlock;
         const bool is_there = page >= 0 && own < rows;
         cp_async_4(shared_address(memory_.scales(place_) + key),
@@ -143,16 +145,26 @@ class Fetch {
     const int from = turn * kItemBlocks + lane() % kItemBlocks;
     const int page = __shfl_sync(kFullWarp, page_, from),
               row = static_cast<int>(__shfl_sync(kFullWarp, row_, from) & kRowBits);
-    const bool copies = lane() < kItemBlocks && page >= 0;
+    const bool copies = lane() < (is_whole_ ? 1 : kItemBlocks) && page >= 0;
     const int key_bytes = memory_.is_fp4 ? kIndexDim / 2 : kIndexDim;
-    const int bytes = key_bytes * (memory_.is_fp4 ? min(rows - row, kBlock) : kBlock);
+    const int bytes = key_bytes * (is_whole_ ? kItemKeys : memory_.is_fp4 ? min(rows - row, kBlock) : kBlock);
+    const int scale_bytes = is_whole_ ? 4 * kItemKeys : 0;
     const uint32_t full = shared_address(&barriers_.full[place_.stage]);
     mbarrier_arrive_cp_async(full);
-    mbarrier_arrive_expect_warp(full, lanes_sum(copies ? bytes : 0), lane());
+    mbarrier_arrive_expect_warp(full, lanes_sum(copies ? bytes + scale_bytes : 0), lane());
     if (!copies) return;
     const uint32_t to = shared_address(memory_.keys(place_.stage)) + lane() * kBlock * key_bytes;
+    if (is_whole_)
+      bulk_copy(shared_address(memory_.scales(place_)), keys_.scale(page, row), scale_bytes, full);
     if (memory_.is_fp4) bulk_copy(to, keys_.value(page, row), bytes, full);
-    else tensor_copy(to, boxes_.map, 0, row, page, full, true);  // the copy writes zeros outside the tensor
+    else if (is_whole_) tensor_copy(to, boxes_.map, 0, row, page, full, boxes_.are_read_again);
+    else tensor_copy(to, boxes_.block_map, 0, row, page, full, true);  // zeros outside the tensor
+  }
+  // Whether the unit's list is whole.
+  __device__ __forceinline__ bool is_whole(const IndexUnit& unit) const {
+    const IndexList& list = keys_.list;
+    return !__any_sync(kFullWarp,
+                       lane() < list.rows && list.ends[unit.request * list.rows + lane()] > list.most_whole);
   }
 
   // Fetches an item key by key, 32 at a time: for pages and lists that have no boxes.
@@ -192,6 +204,7 @@ class Fetch {
   Place place_;                                   // of the next item
   int32_t page_ = 0, row_ = 0, pages_ahead_ = 0;  // of 32 items, one a lane; of the 32 behind them
   int32_t row_ahead_ = 0, element_ahead_ = -1;    // of blocks: the row, members above it; the element
+  bool is_whole_ = false;                         // the list
 };
 
 }  // namespace mla_fp8::gpu::sm90_index

@@ -59,7 +59,8 @@ class Scan : ScanUnits {
       mbarrier_init_fence();
     }
     if constexpr (kFp4) s_.ring.init_magnitudes(thread);
-    else if (scan_.boxes.are_used && thread == kWarpSize) prefetch_tensor_map(scan_.boxes.map);
+    else if (scan_.boxes.are_used && thread == kWarpSize)
+      prefetch_tensor_map(scan_.boxes.are_blocks ? scan_.boxes.block_map : scan_.boxes.map);
     wait_for_previous_grid();
   }
 

@@ -62,14 +62,18 @@ inline KeyBoxes key_boxes(const IndexProblem& problem, int unit_rows) {
       (is_paged && keys.page_size % box_keys != 0) || keys.values_stride_row != row_bytes ||
       (!is_listed && scales % 16 != 0) || keys.num_pages > INT32_MAX || keys.num_pages < 1 || rows < 1)
     return boxes;
-  boxes.are_blocks = is_listed;
-  if (has_fp4_keys(problem)) {  // keys of an item are contiguous: no swizzle, so no tensor map
-    boxes.are_used = true;
-    return boxes;
+  boxes.are_used = true;
+  boxes.are_whole =
+      is_listed && keys.list.most_whole > 0 && keys.page_size % kItemKeys == 0 && scales % 16 == 0;
+  if (!has_fp4_keys(problem)) {  // FP4 keys of an item are contiguous: no swizzle, so no tensor map
+    const int64_t page_stride = keys.num_pages > 1 ? keys.values_stride_page : rows * kIndexDim;
+    const auto make = [&](CUtensorMap& map, int keys_of_box) {
+      return make_tensor_map(map, keys.values, kIndexDim, rows, keys.num_pages, kIndexDim, page_stride,
+                             keys_of_box);
+    };
+    boxes.are_used = make(is_listed ? boxes.block_map : boxes.map, box_keys);
+    boxes.are_whole = boxes.are_whole && make(boxes.map, kItemKeys);
   }
-  const int64_t page_stride = keys.num_pages > 1 ? keys.values_stride_page : rows * kIndexDim;
-  boxes.are_used = make_tensor_map(boxes.map, keys.values, kIndexDim, rows, keys.num_pages, kIndexDim,
-                                   page_stride, box_keys);
   boxes.are_blocks = is_listed && boxes.are_used;
   return boxes;
 }
