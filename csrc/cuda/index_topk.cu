@@ -103,8 +103,8 @@ void choose_among_candidates(const IndexTopkParams& p, gpuStream_t stream) {
   const SliceMemory memory(p, slices);
   const int group = list_rows(p);
   const int64_t stride = group * p.num_candidates;
-  // On Hopper the list of a short request is whole: its keys come as those of a plain call, and where all are
-  // short the scan begins before the lists are there.
+  // On Hopper the list of a short request is whole: its keys come as those of a plain call. If all requests
+  // of the table are short, the scan begins before the lists are there.
   const bool may_be_whole = takes_sm90(p.problem) && !rows.k_start && !rows.query_start_loc &&
                             rows.next_n == group && rows.num_rows <= slices.rows;
   const int64_t most_whole =
@@ -125,13 +125,9 @@ void choose_among_candidates(const IndexTopkParams& p, gpuStream_t stream) {
                         .row_lens = memory.columns,
                         .origins = memory.origins,
                         .are_listed = true};
-    if (may_be_whole) {  // what the scan knows before the lists are there
-      own.problem.rows.compress_ratio = rows.compress_ratio;
-      own.problem.rows.seq_lens = rows.seq_lens;
-      own.problem.rows.row_lens = rows.row_lens;
-      own.problem.rows.origins = nullptr;
-      own.problem.rows.list_columns = memory.columns;
-      own.problem.rows.most_whole = most_whole;
+    if (most_whole > 0 && rows.num_columns <= most_whole) {  // all lists are whole
+      own.problem.rows = rows;
+      own.problem.rows.are_listed = true;
     }
     own.problem.keys.list = {memory.others,    stride,     IndexList::kBlockShift, group,
                              rows.num_columns, most_whole, memory.origins,         memory.ends};

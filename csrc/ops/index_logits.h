@@ -113,18 +113,14 @@ struct IndexRows {
   const int32_t* k_start;  // ragged: [num_rows]; then of the members above only the numbers mean something
   const int32_t* k_end;
   // [num_requests * next_n], if a row's number does not say its request; row_lens is given then, too. Either
-  // each row is a request of its own, or (are_listed) next_n rows share an IndexList.
+  // each row is a request of its own, or (are_listed) next_n rows share an IndexList. With are_listed alone
+  // all lists are whole, and rows are those of the call without lists.
   const int32_t* origins;
   bool are_listed;
-  // Columns of rows whose list is not whole, for requests whose rows share a list; or null. With most_whole
-  // of the IndexList.
-  const int32_t* list_columns;
-  int64_t most_whole;
 
   MLA_HD int32_t clamp(int64_t column) const {
     return static_cast<int32_t>(column < 0 ? 0 : column > num_columns ? num_columns : column);
   }
-  // Row number `row`, without list_columns.
   MLA_HD IndexRow operator[](int64_t row) const {
     if (k_start) {
       const int32_t begin = clamp(k_start[row]), end = clamp(k_end[row]);
@@ -137,37 +133,14 @@ struct IndexRows {
       first = int64_t{query_start_loc[request]} - query_start_loc[0];
       rows = int64_t{query_start_loc[request + 1]} - query_start_loc[request];
     }
-    return {request, 0, clamp(entries(row, request, row - first, rows))};
+    return {request, 0, visible(row, request, row - first, rows)};
   }
-  // Columns that row `i` of a request's `rows` sees; it is row `row` of all.
+  // Entries that row `i` of a request's `rows` sees; it is row `row` of all.
   MLA_HD int32_t visible(int64_t row, int64_t request, int64_t i, int64_t rows) const {
-    return list_columns ? listed(row, request, i, rows) : clamp(entries(row, request, i, rows));
-  }
-  // Whether the rows of a request, from `first` on, see no more than most_whole entries.
-  MLA_HD bool has_whole_list(int64_t first, int64_t request, int64_t rows) const {
-    for (int64_t i = 0; i < rows; ++i)
-      if (entries(first + i, request, i, rows) > most_whole) return false;
-    return true;
-  }
-  // Whether a request's last row sees no less than the others.
-  MLA_HD bool ascend() const { return !row_lens && !list_columns; }
-
- private:
-  // A call on a GPU: few callers need it.
-#if defined(__CUDACC__)
-  __host__ __device__ __noinline__
-#else
-  MLA_HD
-#endif
-      int32_t listed(int64_t row, int64_t request, int64_t i, int64_t rows) const {
-    if (!has_whole_list(row - i, request, rows)) return list_columns[row];
-    return clamp(entries(row, request, i, rows));
-  }
-  MLA_HD int64_t entries(int64_t row, int64_t request, int64_t i, int64_t rows) const {
-    if (row_lens) return row_lens[row];
+    if (row_lens) return clamp(row_lens[row]);
     const int64_t tokens = seq_lens[request] - rows + 1 + i;
     if (tokens <= 0) return 0;
-    return compress_ratio == 1 ? tokens : tokens / compress_ratio;
+    return clamp(compress_ratio == 1 ? tokens : tokens / compress_ratio);
   }
 };
 

@@ -191,15 +191,15 @@ __device__ __forceinline__ int32_t scored_tiles_at(const IndexRows& rows, uint32
                                                    int topk) {
   const auto next_n = static_cast<uint32_t>(rows.next_n);
   const uint32_t last = min(in_request + group_rows, next_n) - 1;
-  int32_t end = 0;
-  for (uint32_t i = rows.ascend() ? last : in_request; i <= last; ++i)
+  int32_t end = 0;  // without row_lens the last row sees most
+  for (uint32_t i = rows.row_lens ? in_request : last; i <= last; ++i)
     end = max(end, rows.visible(int64_t{request} * next_n + i, request, i, next_n));
   return end <= topk ? 0 : (end - 1) / tile_keys + 1;
 }
 // Whether the request has a unit without scored tiles.
 __device__ __forceinline__ bool has_short_unit(const IndexRows& rows, uint32_t request, int group_rows,
                                                int topk) {
-  const auto units = rows.ascend() ? 1u : static_cast<uint32_t>(rows.next_n);  // the first sees least
+  const auto units = rows.row_lens ? static_cast<uint32_t>(rows.next_n) : 1u;  // else the first sees least
 #pragma unroll 1
   for (uint32_t i = 0; i < units; i += group_rows)
     if (scored_tiles_at(rows, request, i, group_rows, 1, topk) == 0) return true;

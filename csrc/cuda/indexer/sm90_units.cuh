@@ -30,7 +30,7 @@ class ScanUnits {
 
   // Finds the share and its first unit, and writes for the merge how the scan answers.
   __device__ __forceinline__ void find_work(const ShareTeam& team) const {
-    if (!begins_early(team)) wait_for_previous_grid();
+    if (!begins_early()) wait_for_previous_grid();
     const ShareQuestion question{p_.problem.rows,
                                  args_.places,
                                  args_.ctas,
@@ -84,14 +84,9 @@ class ScanUnits {
   // Whether the share follows from what was there before lists were made, as all lists are whole. The
   // previous grid, which makes them, has waited for what came before. Producers wait for it before a key is
   // fetched. Counters in the workspace are cleared by a kernel between that grid and this one.
-  __device__ __forceinline__ bool begins_early(const ShareTeam& team) const {
+  __device__ __forceinline__ bool begins_early() const {
     const IndexRows& rows = p_.problem.rows;
-    if (!rows.list_columns || !p_.counters) return false;
-    bool is_long = false;
-#pragma unroll 1
-    for (int64_t i = team.thread(); i < rows.num_requests; i += team.threads())
-      is_long |= !rows.has_whole_list(i * rows.next_n, i, rows.next_n);
-    return !named_barrier_any(11, kConsumers, is_long);
+    return rows.are_listed && !rows.origins && p_.counters;
   }
 
   __device__ __forceinline__ void set_work(int i, const IndexUnit& unit, int64_t unit_begin) const {
