@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kMergeTopkThreads)
   call.raise();
   call.wait();
   for (int64_t row = blockIdx.x; row < merge.num_rows; row += gridDim.x) {
-    const int32_t count = merge_row(RankCandidates{merge, args.per_list, row}, smem);
+    const int32_t count = merge_row(merge, args.per_list, row, smem);
     if (p.slots.page_table) {
       const TopkToSlotsRow of_row = topk_to_slots_row(args.slots.p, row, [count] { return count; });
       pack_slots<kMergeTopkThreads>(args.slots, of_row, smem.team.staged, row);

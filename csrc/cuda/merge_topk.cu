@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kMergeTopkThreads)
   MLA_SHARED(MergeTopkSmem, smem);
   wait_for_previous_grid();
   const int64_t row = blockIdx.x;
-  const int32_t count = merge_row(RankCandidates{args.p, args.per_list, row}, smem);
+  const int32_t count = merge_row(args.p, args.per_list, row, smem);
   if (threadIdx.x == 0) args.p.out_lens[row] = count;
 }
 

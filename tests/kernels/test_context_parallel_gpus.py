@@ -72,8 +72,8 @@ def replayed_graphs(rank: Rank) -> None:
     """100,000 steps in graphs of 100, with eager calls of other sizes between them."""
     steps, tokens = 100, 4
     q, out, lse = rank.inputs(tokens, 0)
-    want = rank.plain.merge(out, lse)
     wanted_q = rank.plain.gather_queries(q)
+    want = rank.plain.merge(out, lse)
     choice = rank.choice(tokens, 0)
     wanted_choice = rank.plain.merge_topk(**choice)
     stream = torch.cuda.Stream()

@@ -299,9 +299,10 @@ struct LanePlaces {
   }
 };
 
-// Appends to `list`, at index scalars().kept, those of each lane's four candidates that have a bit in `keep`.
-template <class Team>
-__device__ __forceinline__ void append(const Team& team, const Four& found, uint32_t keep, uint64_t* list) {
+// Appends to `list`, at index scalars().kept, those of each lane's four that have a bit in `keep`. All lanes
+// of a warp call it.
+template <class Team, class T>
+__device__ __forceinline__ void append(const Team& team, const T (&found)[4], uint32_t keep, T* list) {
   const int own = __popc(keep);
   const LanePlaces places(own);
   if (places.all == 0) return;
