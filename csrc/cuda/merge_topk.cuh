@@ -3,6 +3,8 @@
 // from the L2 in each pass. Histograms of indexer/select.cuh between the least and the largest score find the
 // k-th candidate. Those not below it are gathered in shared memory and sorted. Bound by the latency of four
 // passes and some thirty barriers.
+#include <algorithm>
+
 #include "cuda/device/divide.cuh"
 #include "cuda/indexer/select.cuh"
 #include "ops/merge_topk.h"
@@ -20,45 +22,46 @@ struct MergeTopkSmem {
 struct FourOrders {
   Four of;
 };
-// Four candidates of a row, `step` apart. Out of line, as all passes load.
-__device__ __noinline__ inline FourOrders load_candidates(const MergeTopkParams& p, const Divider& per_list,
-                                                          int64_t row, int64_t first, int step) {
+inline Divider chunks_of_list(const MergeTopkParams& p) {
+  return Divider(std::max<int64_t>((p.per_list + kMergeTopkThreads - 1) / kMergeTopkThreads, 1));
+}
+
+// What the caller has of chunks `first` to first + 3, where each list is in chunks of a candidate for each
+// thread. A call, as all passes load.
+__device__ __noinline__ inline FourOrders load_candidates(const MergeTopkParams& p, const Divider& chunks,
+                                                          int64_t row, int64_t first) {
   FourOrders found;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const int64_t i = first + j * step, list = per_list(i);
-    found.of[j] = i < p.num_candidates() ? p.order(row, i, list, i - list * p.per_list) : kNoCandidate;
+    const int64_t list = chunks(first + j), chunk = first + j - list * chunks.divisor();
+    const int64_t place = chunk * kMergeTopkThreads + threadIdx.x;
+    const bool is_one = list < p.num_lists && place < p.per_list;
+    found.of[j] = is_one ? p.order(row, list, place) : kNoCandidate;
   }
   return found;
 }
 
-// Each thread has four candidates that are `threads` apart, of every 4 * threads. It keeps the first four.
+// A thread has four chunks at a time, and keeps the first four.
 class RankCandidates {
  public:
-  template <class Team>
-  __device__ __forceinline__ RankCandidates(const Team& team, const MergeTopkParams& p,
-                                            const Divider& per_list, int64_t row)
-      : p_(p), per_list_(per_list), row_(row), kept_(load(team, 0)) {}
+  __device__ __forceinline__ RankCandidates(const MergeTopkParams& p, const Divider& chunks, int64_t row)
+      : p_(p), chunks_(chunks), row_(row), kept_(load_candidates(p, chunks, row, 0)) {}
 
   template <class Team, class Visit>
-  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
+  __device__ __forceinline__ void visit(const Team&, const Visit& visit_four) const {
+    const int64_t all = p_.num_lists * chunks_.divisor();
     FourOrders found = kept_;
 #pragma unroll 1
-    for (int64_t first = 4 * team.threads();; first += 4 * team.threads()) {
+    for (int64_t first = 4;; first += 4) {
       visit_four(found.of);
-      if (first >= p_.num_candidates()) break;
-      found = load(team, first);
+      if (first >= all) break;
+      found = load_candidates(p_, chunks_, row_, first);
     }
   }
 
  private:
-  template <class Team>
-  __device__ __forceinline__ FourOrders load(const Team& team, int64_t first) const {
-    return load_candidates(p_, per_list_, row_, first + team.thread(), team.threads());
-  }
-
   const MergeTopkParams& p_;
-  const Divider& per_list_;
+  const Divider& chunks_;
   const int64_t row_;
   const FourOrders kept_;
 };
@@ -122,10 +125,10 @@ __device__ __forceinline__ void sort_ascending(const Team& team, int32_t* x, int
 }
 
 // Writes the positions of a row. Returns how many there are; they are in smem.team.staged, too.
-__device__ __forceinline__ int32_t merge_row(const MergeTopkParams& p, const Divider& per_list, int64_t row,
+__device__ __forceinline__ int32_t merge_row(const MergeTopkParams& p, const Divider& chunks, int64_t row,
                                              MergeTopkSmem& smem) {
   const MergeTopkTeam team{smem.team};
-  const RankCandidates candidates(team, p, per_list, row);
+  const RankCandidates candidates(p, chunks, row);
   int32_t* const staged = smem.team.staged;
   const Survey found = survey(team, candidates);
   uint64_t least = kLeastOrder;
