@@ -60,7 +60,7 @@ __device__ __forceinline__ void store(void* p, const Words<4>& w, bool streaming
 
 // Prefetches a line to the L1. No kernel may write it meanwhile.
 __device__ __forceinline__ void prefetch_l1(const void* p) {
-  uint32_t unused;
+  [[maybe_unused]] uint32_t unused;
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(unused) : "l"(p));
 }
 __device__ __forceinline__ void prefetch_l2(const void* p) {

@@ -15,10 +15,13 @@ template <int kLanes = kWarpSize>
 __device__ __forceinline__ uint32_t lanes_max(uint32_t x) {
 #if __CUDA_ARCH__ >= 800
   if constexpr (kLanes == kWarpSize) return __reduce_max_sync(kFullWarp, x);
+  else
 #endif
+  {
 #pragma unroll
-  for (int offset = 1; offset < kLanes; offset *= 2) x = max(x, __shfl_xor_sync(kFullWarp, x, offset));
-  return x;
+    for (int offset = 1; offset < kLanes; offset *= 2) x = max(x, __shfl_xor_sync(kFullWarp, x, offset));
+    return x;
+  }
 }
 
 // Returns x of `lane`; lanes may ask for different ones.
@@ -37,10 +40,13 @@ template <int kLanes = kWarpSize, class T>
 __device__ __forceinline__ T lanes_sum(T x) {
 #if __CUDA_ARCH__ >= 800
   if constexpr (kLanes == kWarpSize && sizeof(T) == 4) return __reduce_add_sync(kFullWarp, x);
+  else
 #endif
+  {
 #pragma unroll
-  for (int offset = 1; offset < kLanes; offset *= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
-  return x;
+    for (int offset = 1; offset < kLanes; offset *= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
+    return x;
+  }
 }
 
 // The sum over lanes up to and including this one.
