@@ -14,9 +14,9 @@ void merge_topk(const MergeTopkParams& p) {
     std::vector<uint64_t> orders;
     for (int64_t row = begin; row < end; ++row) {
       orders.clear();
-      for (int64_t list = 0; list < p.num_lists; ++list)
-        for (int64_t place = 0; place < p.per_list; ++place)
-          if (const uint64_t order = p.order(row, list, place); order != 0) orders.push_back(order);
+      for (int64_t list = 0, i = 0; list < p.num_lists; ++list)
+        for (int64_t place = 0; place < p.per_list; ++place, ++i)
+          if (const uint64_t order = p.order(row, i, list, place); order != 0) orders.push_back(order);
       if (static_cast<int64_t>(orders.size()) > p.topk) {
         std::nth_element(orders.begin(), orders.begin() + p.topk - 1, orders.end(), std::greater<>());
         orders.resize(p.topk);

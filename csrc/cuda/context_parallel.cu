@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kExchangeThreads)
 
 struct ExchangeScoresArgs {
   ExchangeScoresParams p;
-  Divider chunks;
+  Divider per_list;
   TopkToSlotsArgs slots;
 };
 
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kMergeTopkThreads)
   call.raise();
   call.wait();
   for (int64_t row = blockIdx.x; row < merge.num_rows; row += gridDim.x) {
-    const int32_t count = merge_row(merge, args.chunks, row, smem);
+    const int32_t count = merge_row(merge, args.per_list, row, smem);
     if (p.slots.page_table) {
       const TopkToSlotsRow of_row = topk_to_slots_row(args.slots.p, row, [count] { return count; });
       pack_slots<kMergeTopkThreads>(args.slots, of_row, smem.team.staged, row);
@@ -290,7 +290,7 @@ void exchange_scores(const ExchangeScoresParams& p, gpuStream_t stream) {
       exchange_scores_kernel,
       {.grid = std::min(p.merge.num_rows, p.memory.num_ctas), .block = kMergeTopkThreads, .stream = stream},
       ExchangeScoresArgs{
-          p, chunks_of_list(p.merge),
+          p, Divider(p.merge.per_list),
           TopkToSlotsArgs{s, Divider(s.page_size), Divider(s.group_size), Divider(s.turn()), Divider(1)}});
 }
 

@@ -9,7 +9,7 @@ namespace mla_fp8::gpu {
 
 struct MergeTopkArgs {
   MergeTopkParams p;
-  Divider chunks;
+  Divider per_list;
 };
 
 __global__ void __launch_bounds__(kMergeTopkThreads)
@@ -17,13 +17,13 @@ __global__ void __launch_bounds__(kMergeTopkThreads)
   MLA_SHARED(MergeTopkSmem, smem);
   wait_for_previous_grid();
   const int64_t row = blockIdx.x;
-  const int32_t count = merge_row(args.p, args.chunks, row, smem);
+  const int32_t count = merge_row(args.p, args.per_list, row, smem);
   if (threadIdx.x == 0) args.p.out_lens[row] = count;
 }
 
 void merge_topk(const MergeTopkParams& p, gpuStream_t stream) {
   launch(merge_topk_kernel, {.grid = p.num_rows, .block = kMergeTopkThreads, .stream = stream},
-         MergeTopkArgs{p, chunks_of_list(p)});
+         MergeTopkArgs{p, Divider(p.per_list > 0 ? p.per_list : 1)});
 }
 
 }  // namespace mla_fp8::gpu

@@ -3,8 +3,6 @@
 // from the L2 in each pass. Histograms of indexer/select.cuh between the least and the largest score find the
 // k-th candidate. Those not below it are gathered in shared memory and sorted. Bound by the latency of four
 // passes and some thirty barriers.
-#include <algorithm>
-
 #include "cuda/device/divide.cuh"
 #include "cuda/indexer/select.cuh"
 #include "ops/merge_topk.h"
@@ -19,51 +17,43 @@ struct MergeTopkSmem {
   int32_t equals;
 };
 
-struct FourOrders {
-  Four of;
-};
-inline Divider chunks_of_list(const MergeTopkParams& p) {
-  return Divider(std::max<int64_t>((p.per_list + kMergeTopkThreads - 1) / kMergeTopkThreads, 1));
-}
-
-// What the caller has of chunks `first` to first + 3, where each list is in chunks of a candidate for each
-// thread. A call, as all passes load.
-__device__ __noinline__ inline FourOrders load_candidates(const MergeTopkParams& p, const Divider& chunks,
-                                                          int64_t row, int64_t first) {
-  FourOrders found;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int64_t list = chunks(first + j), chunk = first + j - list * chunks.divisor();
-    const int64_t place = chunk * kMergeTopkThreads + threadIdx.x;
-    const bool is_one = list < p.num_lists && place < p.per_list;
-    found.of[j] = is_one ? p.order(row, list, place) : kNoCandidate;
-  }
-  return found;
-}
-
-// A thread has four chunks at a time, and keeps the first four.
+// Each thread has four candidates that are `threads` apart, of every 4 * threads. It keeps the first four.
 class RankCandidates {
  public:
-  __device__ __forceinline__ RankCandidates(const MergeTopkParams& p, const Divider& chunks, int64_t row)
-      : p_(p), chunks_(chunks), row_(row), kept_(load_candidates(p, chunks, row, 0)) {}
+  template <class Team>
+  __device__ __forceinline__ RankCandidates(const Team& team, const MergeTopkParams& p,
+                                            const Divider& per_list, int64_t row)
+      : p_(p), per_list_(per_list), row_(row) {
+    load(team, 0, kept_);
+  }
 
   template <class Team, class Visit>
-  __device__ __forceinline__ void visit(const Team&, const Visit& visit_four) const {
-    const int64_t all = p_.num_lists * chunks_.divisor();
-    FourOrders found = kept_;
+  __device__ __forceinline__ void visit(const Team& team, const Visit& visit_four) const {
+    Four found;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) found[j] = kept_[j];
 #pragma unroll 1
-    for (int64_t first = 4;; first += 4) {
-      visit_four(found.of);
-      if (first >= all) break;
-      found = load_candidates(p_, chunks_, row_, first);
+    for (int64_t first = 4 * team.threads();; first += 4 * team.threads()) {
+      visit_four(found);
+      if (first >= p_.num_candidates()) break;
+      load(team, first, found);
     }
   }
 
  private:
+  template <class Team>
+  __device__ __forceinline__ void load(const Team& team, int64_t first, Four& found) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int64_t i = first + team.thread() + j * team.threads(), list = per_list_(i);
+      found[j] = i < p_.num_candidates() ? p_.order(row_, i, list, i - list * p_.per_list) : kNoCandidate;
+    }
+  }
+
   const MergeTopkParams& p_;
-  const Divider& chunks_;
+  const Divider& per_list_;
   const int64_t row_;
-  const FourOrders kept_;
+  Four kept_;
 };
 
 // Sorts numbers, ascending, by a bitonic network. Runs of 128 numbers are those of a warp, four in each lane:
@@ -125,10 +115,10 @@ __device__ __forceinline__ void sort_ascending(const Team& team, int32_t* x, int
 }
 
 // Writes the positions of a row. Returns how many there are; they are in smem.team.staged, too.
-__device__ __forceinline__ int32_t merge_row(const MergeTopkParams& p, const Divider& chunks, int64_t row,
+__device__ __forceinline__ int32_t merge_row(const MergeTopkParams& p, const Divider& per_list, int64_t row,
                                              MergeTopkSmem& smem) {
   const MergeTopkTeam team{smem.team};
-  const RankCandidates candidates(p, chunks, row);
+  const RankCandidates candidates(team, p, per_list, row);
   int32_t* const staged = smem.team.staged;
   const Survey found = survey(team, candidates);
   uint64_t least = kLeastOrder;

@@ -22,11 +22,10 @@ struct MergeTopkParams {
   int32_t* out_lens;  // [num_rows]
 
   MLA_HD int64_t num_candidates() const { return num_lists * per_list; }
-  // The order of candidate number `place` of a list's row; 0 if it is none.
-  MLA_HD uint64_t order(int64_t row, int64_t list, int64_t place) const {
+  // The order of candidate i of all of a row, which is number `place` of `list`; 0 if there is none.
+  MLA_HD uint64_t order(int64_t row, int64_t i, int64_t list, int64_t place) const {
     const float score = scores[list * scores_stride_list + row * scores_stride_row + place];
-    if (own >= 0)
-      return score == kNone ? 0 : order_of(order_key(score), static_cast<int32_t>(list * per_list + place));
+    if (own >= 0) return score == kNone ? 0 : order_of(order_key(score), static_cast<int32_t>(i));
     const int32_t own_position = positions[list * positions_stride_list + row * positions_stride_row + place];
     const int32_t position = of_request(own_position, list);
     return position < 0 ? 0 : order_of(order_key(score), position);
