@@ -208,7 +208,7 @@ def placed(options: dict, device: str) -> dict:
     ],
 )
 def test_what_is_refused(changes, message, device):
-    case = draft_case(KV_LAYOUTS["dsv4"], device, 2, 4, num_q_heads=8)
+    case = draft_case(KV_LAYOUTS["dsv4"], device, 2, 4, num_q_heads=8, topk=200)
     with pytest.raises(RuntimeError) as error:
         case.decode(**placed(changes, device))
     assert f"sparse_decode: {message}" in str(error.value)
