@@ -30,7 +30,7 @@ help:  ## this list
 # Parts run beside each other: a thread that spins while it waits takes a core from another part.
 demo demo-all test test-op test-slow test-slow-cpu fuzz install-test: export OMP_WAIT_POLICY = passive
 
-demo: build-demo  ## 2 min    a small model through every op on the CPU, each step checked against float64
+demo: build-demo  ## 1 min    a small model through every op on the CPU, each step checked against float64
 	$(BIN)/python -m mla_fp8 demo
 
 # Tests make and drop tensors of megabytes. A process that keeps their memory (glibc) takes a seventh less time than
@@ -39,13 +39,13 @@ KEEP_MEMORY = MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=536870912 M
 # One thread a process. A GPU that is here takes no part: ci/gpu_test.sh tests it.
 PYTEST = $(KEEP_MEMORY) CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
   -n $(shell n=$(JOBS); echo $$((n < 16 ? n : 16))) --dist worksteal
-test: build-cpu  ## 5 min    the CPU library, and every test that needs no more but what takes long
+test: build-cpu  ## 4 min    the CPU library, and every test that needs no more but what takes long
 	$(PYTEST) -m "not slow and not gpu_library"
 
 test-op: build-cpu  ## 1/2 min  the tests of one op: make test-op OP=sparse_decode
 	$(PYTEST) -m "not slow" tests/ops -k $(or $(OP),$(error make test-op OP=..., such as OP=sparse_decode))
 
-test-all: build  ## 25 min   what `test` leaves out: GPU libraries, their code executed on the CPU, slow tests, all of the demo
+test-all: build  ## 17 min   what `test` leaves out: GPU libraries, their code executed on the CPU, slow tests, all of the demo
 	$(MAKE) -o build $(if $(findstring jobserver,$(MAKEFLAGS)),,-j$(JOBS) --output-sync=target) test-slow machine demo-all
 
 lint: $(STAMP)  ## 1 min    style, types, and the limits of CONTRIBUTING.md
@@ -72,7 +72,7 @@ test-slow: build  # on two threads each
 test-slow-cpu: build-cpu  ## 4 min    slow tests of the CPU library
 	$(PYTEST) -m "slow and not gpu_library"
 
-demo-all: build  ## 2 min    the demo with every layout
+demo-all: build  ## 1 min    the demo with every layout
 	$(BIN)/python -m mla_fp8 demo --all --out build/demo
 
 # Every header of csrc/cuda compiles alone.
@@ -101,7 +101,7 @@ NVIDIA_OPS ?= $(HIP_OPS) index_logits index_topk merge_topk pool_index_k prepare
 EMULATED = $(KEEP_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:logging $(if $(SHARD),--shard $(SHARD)) -k "not ($(NOT_EMULATED))"
 tests_of = $(foreach op,$(1),$(wildcard tests/ops/test_$(op)*))
 
-machine: build $(addprefix machine-,$(MACHINES))  ## 10 min   GPU libraries' code, executed on the CPU: four lists of tests
+machine: build $(addprefix machine-,$(MACHINES))  ## 13 min   GPU libraries' code, executed on the CPU: four lists of tests
 
 TILES = short
 machine-sm_90a: TILES = forty  # which alone gives neighbours a tile
@@ -156,7 +156,7 @@ SETUP = MLA_FP8_BUILD_DIR=build/cmake MLA_FP8_CUDA_ARCHS="$(CUDA_ARCHS)" MLA_FP8
   PATH="$(CURDIR)/$(BIN):$$PATH" flock $(STAMP) $(BIN)/python setup.py -q build_ext --inplace
 
 # ninja rebuilds only what changed, so this runs every time. Offline, ziglang may be missing: no HIP library then.
-build: $(STAMP)  ## 10 min   all libraries: for CPUs, for the GPU that is here or Hopper, for AMD
+build: $(STAMP)  ## 7 min    all libraries: for CPUs, for the GPU that is here or Hopper, for AMD
 	MLA_FP8_HIP=$$($(BIN)/python -c "import ziglang; print(1)" 2>/dev/null) $(SETUP)
 
 # The CPU's library, and the module of tests/core. Libraries for GPUs that are there stay as they are.
